@@ -1,0 +1,5 @@
+"""`python -m kvledger` is `kvledger`."""
+
+from kvledger.cli.main import main
+
+main()

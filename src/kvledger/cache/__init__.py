@@ -1,0 +1,1 @@
+"""Bookkeeping of blocks: pool, tables, prefix cache, tiers. No tensors."""

@@ -1,0 +1,1 @@
+"""The command line; every heavy import is inside a command."""

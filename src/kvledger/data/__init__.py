@@ -1,0 +1,1 @@
+"""Rows of facts with source and date: devices, models, prices."""

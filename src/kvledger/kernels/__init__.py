@@ -1,0 +1,1 @@
+"""Numba kernels, and the slow obvious version of each in reference.py."""

@@ -1,0 +1,1 @@
+"""Layers, and one small file per architecture with only its differences."""

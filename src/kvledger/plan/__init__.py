@@ -1,0 +1,1 @@
+"""Arithmetic on specs: the six ledgers, plans, levers, search, engine profiles. No tensors, no clock."""

@@ -1,0 +1,65 @@
+"""From a byte budget to a block pool. The plan prints these numbers and the engine builds exactly this pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvledger.errors import DoesNotFit
+from kvledger.spec.kv import KVLayout
+from kvledger.units import MIB, cdiv, format_bytes
+
+RUNTIME_BYTES = 350 * MIB  # interpreter, compiled kernels, buffers of a step: the bound the benchmarks hold us to
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """A pool of `num_blocks` equal blocks over `layout`; `reason` says where the budget came from."""
+
+    layout: KVLayout
+    budget_bytes: int
+    num_blocks: int
+    reason: str
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes really allocated: blocks × block bytes."""
+        return self.num_blocks * self.layout.block_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        """Longest single sequence the pool could hold: a whole number of blocks."""
+        low, high = 0, self.num_blocks * self.layout.block_size + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.layout.blocks_for(middle) <= self.num_blocks
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    def requests_at(self, context: int, in_flight: int = 1) -> int:
+        """Sequences of `context` tokens that fit side by side, block rounding included."""
+        return self.num_blocks // max(1, self.layout.blocks_for(context, in_flight))
+
+
+def plan_pool(layout: KVLayout, budget_bytes: int, reason: str = "given") -> PoolPlan:
+    """The pool that `budget_bytes` buy. Raises DoesNotFit when not even one block fits."""
+    num_blocks = layout.blocks_in(budget_bytes)
+    if num_blocks < 1:
+        need = layout.block_bytes
+        raise DoesNotFit(
+            f"{format_bytes(budget_bytes)} of KV memory hold no block: one block of {layout.block_size} tokens needs "
+            f"{format_bytes(need)}; give at least --kv-memory {cdiv(need, MIB)}MiB or a smaller --block-size",
+            need - budget_bytes,
+        )
+    return PoolPlan(layout, budget_bytes, num_blocks, reason)
+
+
+def auto_budget(total_bytes: int, available_bytes: int, weights_bytes: int) -> tuple[int, str]:
+    """KV bytes when nobody says: a quarter of the memory, or half of what weights and run time leave if less.
+
+    Returns (bytes, reason). Never more than half of what is free, so that the machine does not swap.
+    """
+    quarter = total_bytes // 4
+    half_left = max(0, available_bytes - weights_bytes - RUNTIME_BYTES) // 2
+    if quarter <= half_left:
+        return quarter, f"a quarter of {format_bytes(total_bytes)} of memory"
+    return half_left, f"half of the {format_bytes(2 * half_left)} that weights and run time leave free"

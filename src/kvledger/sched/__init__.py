@@ -1,0 +1,1 @@
+"""The one scheduler, for engine and simulation: sequences, policies, steps. No clock, no tensors, no text."""

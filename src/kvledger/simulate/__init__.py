@@ -1,0 +1,1 @@
+"""Workloads and traces over predicted time."""

@@ -1,0 +1,1 @@
+"""Pure frozen facts: model, KV layout, device, step, sampling, configuration. Standard library only."""

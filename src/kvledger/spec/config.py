@@ -1,0 +1,67 @@
+"""What the engine may be told. Frozen values, composed; CLI defaults are read from here, so help cannot drift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvledger.errors import ConfigError
+
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+Policy = Literal["continuous", "static", "orca"]
+Queueing = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV cache: tokens per block, storage type, and bytes of the pool (None: a share of free memory)."""
+
+    block_size: int = 16
+    kv_dtype: str = "bf16"
+    kv_memory_bytes: int | None = None
+    prefix_caching: bool = True
+    swap_bytes: int = 0  # host tier that preempted sequences may be swapped to
+    disk_dir: str | None = None
+    disk_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block size {self.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
+        if self.kv_memory_bytes is not None and self.kv_memory_bytes <= 0:
+            raise ConfigError(f"KV memory must be positive, got {self.kv_memory_bytes} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Who runs in a step: at most `max_num_seqs` sequences and `max_num_batched_tokens` new tokens."""
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    policy: Policy = "continuous"
+    queueing: Queueing = "fcfs"
+    max_queue: int | None = None  # waiting requests; beyond it the server answers 503
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_queue is not None and self.max_queue < 1:
+            raise ConfigError(f"max_queue must be at least 1, got {self.max_queue}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExecConfig:
+    """How the CPU executor computes: threads (None: all cores) and int8 terms per activation (see docs)."""
+
+    num_threads: int | None = None
+    activations: Literal["auto", "int8", "int8x2", "fp32"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything the engine is told. `max_model_len` None: the model's own context."""
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    sched: SchedulerConfig = field(default_factory=SchedulerConfig)
+    exec: ExecConfig = field(default_factory=ExecConfig)
+    max_model_len: int | None = None

@@ -1,0 +1,395 @@
+"""The KV layout: what a sequence keeps, in how many bytes, in which blocks. The only place with that formula.
+
+The planner counts with `KVLayout`, the block pool is sized by it, the executor allocates from it. Pure integers:
+no tensors, no devices, no model files. The lesson's formula 2 × L × H_kv × d_h × s × b is the special case of one
+group of full layers in a plain type; everything else (windows, latents, states, scales) is a `CacheSpec` or a `KVType`.
+
+Words: a *block* holds `block_size` tokens of one group of layers; a *page* is one layer's part of a block; a *slot*
+is the place of one layer in the pool, so a block is `num_slots` pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvledger.errors import ConfigError, UnknownName
+from kvledger.units import cdiv
+
+# ---------------------------------------------------------------------------------------------- storage types
+
+
+@dataclass(frozen=True, slots=True)
+class KVType:
+    """How one number of the cache is stored.
+
+    `bits` per element; one scale (and zero point) of `scale_bytes` per `group` elements. The group runs along the
+    channels of one token and head (`axis="row"`, 0 = all of them) or along the tokens of one channel (`"column"`).
+    `row_bytes` overrides all of it where a format fixes the bytes of a token. `residual` newest tokens stay in bf16
+    (KIVI, arXiv:2402.02750, section 4).
+    """
+
+    name: str
+    bits: int
+    scale_bytes: int = 0
+    group: int = 0
+    axis: str = "row"
+    row_bytes: int = 0
+    residual: int = 0
+
+    def tile_bytes(self, num_tokens: int, channels: int) -> int:
+        """Bytes of `num_tokens` × `channels` elements of one head, scales included."""
+        if num_tokens <= 0 or channels <= 0:
+            return 0
+        if self.row_bytes:
+            return num_tokens * self.row_bytes
+        data = cdiv(num_tokens * channels * self.bits, 8)
+        if not self.scale_bytes:
+            return data
+        if self.axis == "row":
+            return data + num_tokens * cdiv(channels, self.group or channels) * self.scale_bytes
+        return data + channels * cdiv(num_tokens, self.group or num_tokens) * self.scale_bytes
+
+
+_PLAIN = [
+    KVType("fp32", 32), KVType("bf16", 16), KVType("fp16", 16),
+    KVType("fp8_e4m3", 8), KVType("fp8_e5m2", 8),  # one scale per tensor or none: no bytes per token
+]  # fmt: skip
+_SCALED = [
+    KVType("int8", 8, scale_bytes=4),  # one fp32 scale per token and head
+    KVType("int8_per_token_head", 8, scale_bytes=4),
+    KVType("fp8_per_token_head", 8, scale_bytes=4),
+    KVType("int4_per_token_head", 4, scale_bytes=4),
+    KVType("int4_k", 4, scale_bytes=4, group=32, axis="column", residual=128),  # fp16 scale + fp16 zero
+    KVType("int4_v", 4, scale_bytes=4, group=32, axis="row", residual=128),
+    KVType("int2_k", 2, scale_bytes=4, group=32, axis="column", residual=128),
+    KVType("int2_v", 2, scale_bytes=4, group=32, axis="row", residual=128),
+    KVType("nvfp4", 4, scale_bytes=1, group=16), KVType("mxfp4", 4, scale_bytes=1, group=32),
+    KVType("fp8_ds_mla", 8, row_bytes=656),  # 512 fp8 + 4 fp32 scales + 64 bf16 of rope
+]  # fmt: skip
+_GGML = [  # block bytes / 32 elements, from ggml's block structs
+    KVType("q8_0", 8, scale_bytes=2, group=32), KVType("q5_1", 5, scale_bytes=4, group=32),
+    KVType("q5_0", 5, scale_bytes=2, group=32), KVType("q4_1", 4, scale_bytes=4, group=32),
+    KVType("q4_0", 4, scale_bytes=2, group=32), KVType("iq4_nl", 4, scale_bytes=2, group=32),
+]  # fmt: skip
+KV_TYPES: dict[str, KVType] = {t.name: t for t in (*_PLAIN, *_SCALED, *_GGML)}
+_ALIASES = {
+    "auto": "bf16", "float32": "fp32", "f32": "fp32", "bfloat16": "bf16", "float16": "fp16", "f16": "fp16",
+    "half": "fp16", "fp8": "fp8_e4m3", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "fp8_inc": "fp8_e4m3",
+}  # fmt: skip
+_PAIRS = {"int4": ("int4_k", "int4_v"), "kivi4": ("int4_k", "int4_v"), "kivi2": ("int2_k", "int2_v"),
+          "int2": ("int2_k", "int2_v")}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KVStorage:
+    """The types of keys and of values."""
+
+    key: KVType
+    value: KVType
+
+    @property
+    def name(self) -> str:
+        """`bf16`, or `int4_k/int4_v` where keys and values differ."""
+        return self.key.name if self.key == self.value else f"{self.key.name}/{self.value.name}"
+
+    @staticmethod
+    def of(name: str) -> KVStorage:
+        """`bf16`, `fp8`, `int4`, `q8_0/q4_0` (keys/values) … → storage. Raises UnknownName."""
+        text = name.strip().lower()
+        if text in _PAIRS:
+            key, value = _PAIRS[text]
+        else:
+            key, _, value = text.partition("/")
+        return KVStorage(_kv_type(key), _kv_type(value or key))
+
+
+_UNQUANTISED = KVStorage(KV_TYPES["bf16"], KV_TYPES["bf16"])
+
+
+def _kv_type(name: str) -> KVType:
+    found = KV_TYPES.get(_ALIASES.get(name, name))
+    if found is None:
+        raise UnknownName("KV type", name, [*KV_TYPES, *_ALIASES, *_PAIRS])
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- what one layer keeps
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What one layer keeps of a sequence. Subclasses differ in the tokens they keep and in the bytes of a token."""
+
+    @property
+    def kind(self) -> str:
+        """`full`, `window`, `chunked`, `latent`, `state`."""
+        raise NotImplementedError
+
+    def tile_bytes(self, num_tokens: int, storage: KVStorage) -> int:
+        """Bytes of `num_tokens` consecutive tokens of this layer."""
+        raise NotImplementedError
+
+    def retained(self, num_tokens: int) -> int:
+        """Tokens still kept once `num_tokens` have been seen; never falls as `num_tokens` grows."""
+        return num_tokens
+
+    def blocks(self, num_tokens: int, block_size: int, in_flight: int = 1) -> int:
+        """Most blocks held at once while a sequence grows to `num_tokens`, at most `in_flight` new ones a step."""
+        return cdiv(num_tokens, block_size)
+
+    def first_kept(self, num_computed: int) -> int:
+        """Oldest position that the query at position `num_computed` or a later one may still read."""
+        return 0
+
+    def shard(self, tp: int) -> CacheSpec:
+        """The part that one of `tp` tensor-parallel ranks keeps."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class FullKV(CacheSpec):
+    """Keys and values of every token: MHA, GQA (arXiv:2305.11147) or MQA (arXiv:1911.02150) by `num_kv_heads`."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def kind(self) -> str:
+        return "full"
+
+    def tile_bytes(self, num_tokens: int, storage: KVStorage) -> int:
+        key = storage.key.tile_bytes(num_tokens, self.key_dim)
+        return self.num_kv_heads * (key + storage.value.tile_bytes(num_tokens, self.value_dim))
+
+    def shard(self, tp: int) -> CacheSpec:
+        """Heads are split while there are heads; past that every rank keeps one, replicated.
+
+        Raises ConfigError where neither divides the other.
+        """
+        heads = self.num_kv_heads
+        if heads % tp and tp % heads:
+            fits = [t for t in range(1, max(tp, heads) + 1) if not (heads % t and t % heads)]
+            near = min(fits, key=lambda t: abs(t - tp))
+            raise ConfigError(f"TP = {tp} neither divides {heads} KV heads nor is a multiple of them; nearest: {near}")
+        return replace(self, num_kv_heads=max(1, heads // tp))
+
+
+@dataclass(frozen=True, slots=True)
+class WindowKV(FullKV):
+    """Sliding window: a query reads itself and the `window` − 1 tokens before it."""
+
+    window: int
+
+    @property
+    def kind(self) -> str:
+        return "window"
+
+    def retained(self, num_tokens: int) -> int:
+        return min(num_tokens, self.window)
+
+    def blocks(self, num_tokens: int, block_size: int, in_flight: int = 1) -> int:
+        # + 1: the window may begin anywhere inside a block
+        return cdiv(min(self.window - 1 + in_flight, num_tokens), block_size) + 1
+
+    def first_kept(self, num_computed: int) -> int:
+        return max(0, num_computed - self.window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedKV(FullKV):
+    """Chunked local attention (Llama 4): a query reads the tokens of its own chunk of `chunk` positions."""
+
+    chunk: int
+
+    @property
+    def kind(self) -> str:
+        return "chunked"
+
+    def retained(self, num_tokens: int) -> int:
+        return min(num_tokens, self.chunk)
+
+    def blocks(self, num_tokens: int, block_size: int, in_flight: int = 1) -> int:
+        return cdiv(min(self.chunk + in_flight, num_tokens), block_size)
+
+    def first_kept(self, num_computed: int) -> int:
+        return num_computed // self.chunk * self.chunk
+
+
+@dataclass(frozen=True, slots=True)
+class LatentKV(CacheSpec):
+    """MLA (DeepSeek-V2, arXiv:2405.04434): one latent vector and one rope key per token, shared by all heads.
+
+    Values are read back from the latent, so there is one row of `latent_dim + rope_dim`, and no rank can keep less
+    of it: tensor parallelism replicates. `index_bytes` per token are the keys of a sparse-attention indexer (DSA).
+    """
+
+    latent_dim: int
+    rope_dim: int
+    index_bytes: int = 0
+
+    @property
+    def kind(self) -> str:
+        return "latent"
+
+    def tile_bytes(self, num_tokens: int, storage: KVStorage) -> int:
+        return storage.key.tile_bytes(num_tokens, self.latent_dim + self.rope_dim) + num_tokens * self.index_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateKV(CacheSpec):
+    """Linear attention or state-space layer: a state of fixed size per sequence, whatever its length.
+
+    `parts` are (elements, bytes per element, split by TP) of each tensor: convolution window, recurrent state.
+    """
+
+    parts: tuple[tuple[int, int, bool], ...]
+
+    @property
+    def kind(self) -> str:
+        return "state"
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state in this layer."""
+        return sum(elements * size for elements, size, _ in self.parts)
+
+    def tile_bytes(self, num_tokens: int, storage: KVStorage) -> int:
+        return 0
+
+    def retained(self, num_tokens: int) -> int:
+        return 0
+
+    def blocks(self, num_tokens: int, block_size: int, in_flight: int = 1) -> int:
+        return 1 if num_tokens else 0
+
+    def shard(self, tp: int) -> CacheSpec:
+        return StateKV(tuple((cdiv(n, tp) if split else n, size, split) for n, size, split in self.parts))
+
+
+# ---------------------------------------------------------------------------------------------- groups and layout
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share one block table: the same spec, the same storage. `layers` are indices into the model."""
+
+    spec: CacheSpec
+    layers: tuple[int, ...]
+    storage: KVStorage
+    block_size: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one layer's part of a block."""
+        if isinstance(self.spec, StateKV):
+            return self.spec.state_bytes
+        return self.spec.tile_bytes(self.block_size, self.storage)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes that one sequence of `num_tokens` stores in this group, without block rounding."""
+        if isinstance(self.spec, StateKV):
+            return len(self.layers) * self.spec.state_bytes if num_tokens else 0
+        kept = self.spec.retained(num_tokens)
+        tail = min(kept, self.storage.key.residual)  # KIVI: the newest tokens are not quantised yet
+        old = self.spec.tile_bytes(kept - tail, self.storage)
+        return len(self.layers) * (old + self.spec.tile_bytes(tail, _UNQUANTISED))
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Groups of layers over one pool of equal blocks. Build it with `KVLayout.of`."""
+
+    groups: tuple[LayerGroup, ...]
+    num_slots: int  # layers in the largest group; smaller groups leave slots empty (padding)
+    page_bytes: int  # the largest page of any group
+
+    @staticmethod
+    def of(specs: Sequence[CacheSpec | None], storage: KVStorage, block_size: int) -> KVLayout:
+        """Layout of a model whose layer i keeps `specs[i]` (None: nothing, as with shared or cross-attention KV).
+
+        Layers of equal spec form groups of equal size: the smallest count of any spec, or the largest where that is
+        less than 1.5 times the smallest, so that all groups can draw from one pool (vLLM's rule, kv_cache_utils,
+        0.32). The last groups may have empty slots. Raises ConfigError if nothing is kept or block_size < 1.
+        """
+        if block_size < 1:
+            raise ConfigError(f"block size {block_size} is below 1; 16 is usual")
+        kinds: dict[CacheSpec, list[int]] = {}
+        for index, spec in enumerate(specs):
+            if spec is not None:
+                kinds.setdefault(spec, []).append(index)
+        if not kinds:
+            raise ConfigError("no layer keeps a KV cache")
+        size = group_size([len(layers) for layers in kinds.values()])
+        groups = [
+            LayerGroup(spec, part, storage, block_size)
+            for spec, layers in kinds.items()
+            for part in split_layers(layers, size)
+        ]
+        pages = max(g.page_bytes for g in groups)
+        return KVLayout(tuple(groups), max(len(g.layers) for g in groups), pages)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block (the smallest of any group)."""
+        return min(g.block_size for g in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: every slot's page."""
+        return self.num_slots * self.page_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token stores while no window is full (the lesson's per-token figure)."""
+        return sum(len(g.layers) * g.spec.tile_bytes(1, g.storage) for g in self.groups)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes that one sequence of `num_tokens` stores, without block rounding."""
+        return sum(g.bytes_for(num_tokens) for g in self.groups)
+
+    def read_bytes(self, context: int) -> int:
+        """Bytes that one decode step reads of a sequence with `context` tokens, itself included."""
+        return self.bytes_for(context)
+
+    def blocks_for(self, num_tokens: int, in_flight: int = 1) -> int:
+        """Most blocks that one sequence holds while it grows to `num_tokens`, over all groups."""
+        return sum(g.spec.blocks(num_tokens, g.block_size, in_flight) for g in self.groups)
+
+    def blocks_in(self, num_bytes: int) -> int:
+        """Whole blocks in a budget of `num_bytes`."""
+        return max(0, num_bytes) // self.block_bytes
+
+    def pool_shape(self, num_blocks: int) -> tuple[int, int, int]:
+        """(slots, blocks, page bytes): the byte tensor an executor allocates; its size is blocks × block_bytes."""
+        return (self.num_slots, num_blocks, self.page_bytes)
+
+    def tensor_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
+        """Per group, the logical shape of its part of the pool: (layers, blocks, tokens, KV heads, key + value dims).
+
+        A latent group has one head and no values; a state group has (layers, blocks, state bytes).
+        """
+        shapes: list[tuple[int, ...]] = []
+        for g in self.groups:
+            if isinstance(g.spec, FullKV):
+                dims = (g.block_size, g.spec.num_kv_heads, g.spec.key_dim + g.spec.value_dim)
+            elif isinstance(g.spec, LatentKV):
+                dims = (g.block_size, 1, g.spec.latent_dim + g.spec.rope_dim)
+            else:
+                shapes.append((len(g.layers), num_blocks, g.page_bytes))
+                continue
+            shapes.append((len(g.layers), num_blocks, *dims))
+        return tuple(shapes)
+
+
+def group_size(counts: Sequence[int]) -> int:
+    """Layers per group, from the number of layers of each spec (vLLM 0.32: the minimum, or the maximum if close)."""
+    low, high = min(counts), max(counts)
+    return high if high < 1.5 * low else low
+
+
+def split_layers(layers: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    """`layers` dealt out in turn to ⌈n / size⌉ groups, so that group lengths differ by at most one."""
+    num_groups = cdiv(len(layers), size)
+    return [tuple(layers[i::num_groups]) for i in range(num_groups)]

@@ -1,0 +1,83 @@
+"""What a model is, as far as memory and arithmetic go: layers, what each keeps, how many weights each has.
+
+Frozen facts only. Files are translated into a `ModelSpec` once (`from_config` for config.json, `from_gguf` for a
+GGUF header); nothing else reads their keys. Knows no weights and no tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from kvledger.spec.kv import CacheSpec, KVLayout, KVStorage
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block of the model.
+
+    `cache` is what it keeps (None: it reads another layer's cache, or none grows with the text). `params` counts all
+    its weights, experts included; of these `num_experts` × `expert_params` are routed and `experts_per_token` of
+    them work on a token. `score_dims` and `mix_dims` are the summed dimensions of all query heads in q·k and p·v:
+    one token attending to n others costs 2 n (score_dims + mix_dims) FLOPs.
+    """
+
+    cache: CacheSpec | None
+    params: int
+    score_dims: int = 0
+    mix_dims: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_params: int = 0
+
+    @property
+    def active_params(self) -> int:
+        """Weights that work on one token."""
+        return self.params - (self.num_experts - self.experts_per_token) * self.expert_params
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model. Counts are in weights (parameters); `weight_bytes` is exact where a file was read, else None."""
+
+    name: str
+    architecture: str  # model_type of config.json, general.architecture of GGUF
+    hidden_size: int
+    vocab_size: int
+    max_context: int
+    layers: tuple[Layer, ...]
+    num_heads: int
+    embedding_params: int
+    head_params: int  # 0 where the output head is the embedding
+    other_params: int = 0  # final norm, vision tower …
+    dtype: str = "bf16"  # of the weights as published
+    weight_bytes: int | None = None
+    trained_context: int | None = None  # before rope scaling stretched it
+    draft_layers: int = 0  # multi-token prediction layers published with the model, not in `layers`
+    source: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def num_params(self) -> int:
+        """All weights."""
+        return self.embedding_params + self.head_params + self.other_params + sum(x.params for x in self.layers)
+
+    @cached_property
+    def active_params(self) -> int:
+        """Weights that take part in computing one token: routed experts counted as often as they are chosen."""
+        return self.num_params - sum(x.params - x.active_params for x in self.layers)
+
+    @cached_property
+    def matmul_params(self) -> int:
+        """Weights multiplied per token: as `active_params`, with the output head and without the embedding look-up."""
+        head = self.head_params or self.embedding_params
+        return sum(x.active_params for x in self.layers) + head
+
+    def kv_layout(self, kv_dtype: str = "bf16", block_size: int = 16, tp: int = 1) -> KVLayout:
+        """The KV layout of one of `tp` tensor-parallel ranks. Raises ConfigError, UnknownName."""
+        shards = [None if x.cache is None else x.cache.shard(tp) for x in self.layers]
+        return KVLayout.of(shards, KVStorage.of(kv_dtype), block_size)

@@ -1,0 +1,1 @@
+"""Where weights come from and how they are stored: GGUF, safetensors, quantised types."""
