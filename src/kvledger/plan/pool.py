@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvledger.errors import DoesNotFit
+from kvledger.spec.config import EngineConfig
 from kvledger.spec.kv import KVLayout
+from kvledger.spec.model import ModelSpec
 from kvledger.units import MIB, cdiv, format_bytes
 
 RUNTIME_BYTES = 350 * MIB  # interpreter, compiled kernels, buffers of a step: the bound the benchmarks hold us to
@@ -63,3 +65,20 @@ def auto_budget(total_bytes: int, available_bytes: int, weights_bytes: int) -> t
     if quarter <= half_left:
         return quarter, f"a quarter of {format_bytes(total_bytes)} of memory"
     return half_left, f"half of the {format_bytes(2 * half_left)} that weights and run time leave free"
+
+
+def weights_in_memory(model: ModelSpec) -> int:
+    """Bytes that the weights of `model` take in this machine's memory: the file's own, else two per weight."""
+    return model.weight_bytes if model.weight_bytes is not None else 2 * model.num_params
+
+
+def local_pool(model: ModelSpec, config: EngineConfig, total_bytes: int, available_bytes: int) -> PoolPlan:
+    """The pool of this machine: `plan --device local` prints it and `serve` builds it by this call alone.
+
+    `total_bytes` and `available_bytes` are `data.host.host_memory()`, read before any weights are loaded. Raises
+    DoesNotFit, ConfigError, UnknownName.
+    """
+    layout = model.kv_layout(config.cache.kv_dtype, config.cache.block_size)
+    if config.cache.kv_memory_bytes is not None:
+        return plan_pool(layout, config.cache.kv_memory_bytes, "given by --kv-memory")
+    return plan_pool(layout, *auto_budget(total_bytes, available_bytes, weights_in_memory(model)))
