@@ -1,0 +1,176 @@
+"""What a step costs: FLOPs and bytes of a StepShape → seconds, and which of the two binds. Knows no engine.
+
+Roofline (Williams, Waterman, Patterson, CACM 52(4), 2009): a step can end no sooner than its arithmetic at the
+device's peak and its memory traffic at the device's bandwidth allow:
+
+    seconds = max(flops / (peak × compute_efficiency), bytes / (bandwidth × bandwidth_efficiency)) + overhead
+
+    flops = 2 × matmul weights × tokens            (the output head only for rows that need logits)
+          + 2 × query-key pairs × (score_dims + mix_dims), per layer, masks and windows counted
+    bytes = weights, once per step whatever the batch (of routed experts those that some token touches)
+          + per sequence what `KVLayout.read_bytes` says of the context it ends with
+          + new tokens × `KVLayout.bytes_per_token` written
+
+Activations stay in caches and are not counted. The simulator's clock and the planner's bandwidth ledger are both
+this function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from kvledger.errors import UnknownName
+from kvledger.spec.device import DeviceSpec
+from kvledger.spec.kv import CacheSpec, ChunkedKV, KVLayout, StateKV, WindowKV
+from kvledger.spec.model import ModelSpec
+from kvledger.spec.step import StepShape, Work, attention_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds, FLOPs and bytes of one step; `bound` names the larger of the two times."""
+
+    seconds: float
+    compute_s: float
+    memory_s: float
+    flops: float
+    weight_bytes: float
+    kv_bytes: float
+
+    @property
+    def bound(self) -> Literal["compute", "memory"]:
+        return "compute" if self.compute_s > self.memory_s else "memory"
+
+    @property
+    def bytes(self) -> float:
+        """All memory traffic of the step."""
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte; below the device's ridge the step is bound by memory."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The cost of steps of one model on one device.
+
+    `weight_bytes` is what the weights occupy as stored (None: the model's own, else two bytes each). The two
+    efficiencies are the shares of peak that are reached and `overhead_s` is added to every step: 1, 1 and 0 give
+    the bound itself; measured values turn it into a prediction.
+    """
+
+    model: ModelSpec
+    device: DeviceSpec
+    layout: KVLayout
+    weight_bytes: int | None = None
+    compute_dtype: str = "bf16"
+    compute_efficiency: float = 1.0
+    bandwidth_efficiency: float = 1.0
+    overhead_s: float = 0.0
+
+    def cost(self, shape: StepShape) -> StepCost:
+        """What the step costs. Raises UnknownName when the device has no peak for `compute_dtype`."""
+        flops, weights = self.flops(shape), self.weights_read(shape)
+        kv = float(sum(self._kv_traffic(work) for work in shape))
+        compute_s = flops / (self._peak * self.compute_efficiency)
+        memory_s = (weights + kv) / (self.device.bandwidth_bytes_per_s * self.bandwidth_efficiency)
+        seconds = max(compute_s, memory_s) + self.overhead_s if shape else 0.0
+        return StepCost(seconds, compute_s, memory_s, flops, weights, kv)
+
+    def flops(self, shape: StepShape) -> float:
+        """Multiplications and additions: products with weights, and attention."""
+        tokens = sum(work.new_tokens for work in shape)
+        logits = sum(work.num_logits for work in shape)
+        products = 2.0 * (self._body_params * tokens + self._head_params * logits)
+        return products + sum(2.0 * dims * pairs(spec, work) for spec, dims in self._attention for work in shape)
+
+    def weights_read(self, shape: StepShape) -> float:
+        """Bytes of weights that the step reads: all dense ones once, and the experts that are touched.
+
+        Routing is taken as uniform, so T tokens choosing k of E experts touch E (1 − (1 − k/E)^T) of them.
+        """
+        tokens = sum(work.new_tokens for work in shape)
+        if not tokens:
+            return 0.0
+        params: float = self._dense_params + (self._head_params if any(w.num_logits for w in shape) else 0)
+        for experts, chosen, size in self._expert_layers:
+            params += size * experts * (1.0 - (1.0 - chosen / experts) ** tokens)
+        return params * self._bytes_per_param
+
+    def _kv_traffic(self, work: Work) -> int:
+        read = self.layout.read_bytes(work.context + work.new_tokens)
+        return read + work.new_tokens * self.layout.bytes_per_token
+
+    @cached_property
+    def _peak(self) -> float:
+        if self.compute_dtype not in self.device.peak_flops:
+            raise UnknownName(f"peak of {self.device.name} for", self.compute_dtype, self.device.peak_flops)
+        return self.device.peak_flops[self.compute_dtype]
+
+    @cached_property
+    def _bytes_per_param(self) -> float:
+        stored = self.weight_bytes if self.weight_bytes is not None else self.model.weight_bytes
+        return stored / self.model.num_params if stored else 2.0
+
+    @cached_property
+    def _head_params(self) -> int:
+        return self.model.head_params or self.model.embedding_params
+
+    @cached_property
+    def _body_params(self) -> int:
+        return self.model.matmul_params - self._head_params
+
+    @cached_property
+    def _dense_params(self) -> int:
+        layers = self.model.layers
+        return sum(x.params - x.num_experts * x.expert_params for x in layers) + self.model.other_params
+
+    @cached_property
+    def _expert_layers(self) -> tuple[tuple[int, int, int], ...]:
+        return tuple((x.num_experts, x.experts_per_token, x.expert_params) for x in self.model.layers if x.num_experts)
+
+    @cached_property
+    def _attention(self) -> tuple[tuple[CacheSpec | None, int], ...]:
+        """(spec, summed score and mix dims) of the layers, equal specs merged."""
+        dims: dict[CacheSpec | None, int] = {}
+        for layer in self.model.layers:
+            dims[layer.cache] = dims.get(layer.cache, 0) + layer.score_dims + layer.mix_dims
+        return tuple((spec, total) for spec, total in dims.items() if total)
+
+
+def step_seconds(
+    model: ModelSpec,
+    device: DeviceSpec,
+    layout: KVLayout,
+    shape: StepShape,
+    weight_bytes: int | None = None,
+    compute_dtype: str = "bf16",
+) -> StepCost:
+    """The roofline bound of one step; for many steps of one model keep a `Roofline`."""
+    return Roofline(model, device, layout, weight_bytes, compute_dtype).cost(shape)
+
+
+def pairs(spec: CacheSpec | None, work: Work) -> int:
+    """Query-key pairs of one layer and sequence under the layer's mask; closed forms of Σ (p + 1 − first_kept(p)).
+
+    p runs over the new positions [context, context + new_tokens). A layer without a cache of its own reads another
+    layer's and counts in full.
+    """
+    context, new = work.context, work.new_tokens
+    if isinstance(spec, WindowKV):
+        growing = min(max(spec.window - context, 0), new)  # queries that still see everything
+        return growing * context + growing * (growing + 1) // 2 + (new - growing) * spec.window
+    if isinstance(spec, ChunkedKV):
+        return _chunk_pairs(context + new, spec.chunk) - _chunk_pairs(context, spec.chunk)
+    if isinstance(spec, StateKV):
+        return 0
+    return attention_pairs(work)
+
+
+def _chunk_pairs(num_tokens: int, chunk: int) -> int:
+    whole, rest = divmod(num_tokens, chunk)
+    return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
