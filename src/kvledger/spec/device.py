@@ -11,7 +11,8 @@ class DeviceSpec:
     """One device. Bytes, bytes/s, FLOP/s (dense, never with sparsity) and dollars per hour.
 
     `memory_bytes` is what the driver offers (an "80 GB" H100: 81,559 MiB), `sold_bytes` what the label says.
-    `peak_flops` by number type: `bf16`, `fp16`, `fp8`, `int8`, `fp4`, `fp32`.
+    `peak_flops` goes by number type: `bf16`, `fp16`, `fp8`, `int8`, `fp4`, `fp32`. `assumed` names the fields that
+    nobody stated.
     """
 
     name: str
@@ -28,6 +29,8 @@ class DeviceSpec:
     measured: bool = False
     aliases: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    assumed: tuple[str, ...] = ()
+    price_source: str = ""
 
     def ridge(self, dtype: str = "bf16") -> float:
         """FLOP per byte at which arithmetic overtakes bandwidth (roofline, Williams et al. 2009)."""
