@@ -39,6 +39,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     policy: Policy = "continuous"
     queueing: Queueing = "fcfs"
+    chunked_prefill: bool = True  # False: every prompt in one step, as before Sarathi
     max_queue: int | None = None  # waiting requests; beyond it the server answers 503
 
     def __post_init__(self) -> None:

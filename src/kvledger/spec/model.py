@@ -1,15 +1,44 @@
 """What a model is, as far as memory and arithmetic go: layers, what each keeps, how many weights each has.
 
 Frozen facts only. Files are translated into a `ModelSpec` once (`from_config` for config.json, `from_gguf` for a
-GGUF header); nothing else reads their keys. Knows no weights and no tensors.
+GGUF header); nothing else reads their keys. Knows the shapes of weights, never their values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from kvledger.spec.kv import CacheSpec, KVLayout, KVStorage
+
+# Matrices of these parts are what quantisers quantise; the others stay as published (see spec/weights.py).
+Part = Literal[
+    "attention", "mlp", "experts", "shared_experts", "state", "indexer",
+    "router", "norm", "bias", "embedding", "head", "vision", "other",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """`count` equal matrices of `rows` × `cols` (outputs × inputs), or vectors of `rows` numbers where `cols` is 0.
+
+    `split` is the axis that tensor parallelism cuts; `units` is how many indivisible pieces (heads) it has there, 0
+    where any row may go anywhere. A rank keeps ⌈units / TP⌉ of them: past that many ranks a head is replicated.
+    Weights of part `experts` are the routed ones, `count` experts each.
+    """
+
+    part: Part
+    rows: int
+    cols: int = 0
+    count: int = 1
+    split: Literal["", "rows", "cols"] = ""
+    units: int = 0
+
+    @property
+    def params(self) -> int:
+        """Numbers in all `count` of them."""
+        return self.count * self.rows * max(1, self.cols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +48,9 @@ class Layer:
     `cache` is what it keeps (None: it reads another layer's cache, or none grows with the text). `params` counts all
     its weights, experts included; of these `num_experts` × `expert_params` are routed and `experts_per_token` of
     them work on a token. `score_dims` and `mix_dims` are the summed dimensions of all query heads in q·k and p·v:
-    one token attending to n others costs 2 n (score_dims + mix_dims) FLOPs.
+    one token attending to n others costs 2 n (score_dims + mix_dims) FLOPs. `latent_score_dims` and
+    `latent_mix_dims` are the same where MLA decodes on the latent itself (0: it does not).
+    `weights` are the shapes behind `params`, empty where the source gives none.
     """
 
     cache: CacheSpec | None
@@ -29,6 +60,9 @@ class Layer:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_params: int = 0
+    weights: tuple[Weight, ...] = ()
+    latent_score_dims: int = 0
+    latent_mix_dims: int = 0
 
     @property
     def active_params(self) -> int:
@@ -50,12 +84,14 @@ class ModelSpec:
     embedding_params: int
     head_params: int  # 0 where the output head is the embedding
     other_params: int = 0  # final norm, vision tower …
-    dtype: str = "bf16"  # of the weights as published
+    dtype: str = "bf16"  # of the weights as published: a name of spec/weights.py's schemes
     weight_bytes: int | None = None
     trained_context: int | None = None  # before rope scaling stretched it
     draft_layers: int = 0  # multi-token prediction layers published with the model, not in `layers`
     source: str = ""
     notes: tuple[str, ...] = field(default=())
+    activation_dtype: str = "bf16"  # of activations, so of a KV cache and a state left to `auto`
+    outer_weights: tuple[Weight, ...] = ()  # shapes outside the layers: embedding, head, final norm, vision tower
 
     @property
     def num_layers(self) -> int:

@@ -1,0 +1,129 @@
+"""A Hugging Face config.json → ModelSpec. The only reader of those keys; standard library only.
+
+The file says which family it is (`model_type`); `families/` knows what that means. Multimodal files keep the text
+model in a section of its own: that is what is counted, with the vision tower beside it where its shape is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvledger.errors import ConfigError, UnsupportedModel, nearest
+from kvledger.spec.config_fields import Fields, read_config
+from kvledger.spec.families import FAMILIES
+from kvledger.spec.families.parts import Body, hidden_size, vocab_size
+from kvledger.spec.model import ModelSpec
+
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "language_model_config", "thinker_config")
+_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_CONTEXT = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx",
+    "model_max_length", "max_seq_length",
+)  # fmt: skip
+
+# What transformers' configuration classes fill in, for families whose published files rely on it.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "sliding_window": 4096, "max_position_embeddings": 131072,
+    },
+    "gemma2": {"sliding_window": 4096, "head_dim": 256},
+    "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192},
+    "bloom": {"max_position_embeddings": 2048},
+    "falcon": {"max_position_embeddings": 2048},
+}  # fmt: skip
+
+
+def model_from_config(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
+    """The model that `config` (the object of a config.json) describes; `source` names the file in messages.
+
+    Raises ConfigError naming the field, or UnsupportedModel naming the nearest known families.
+    """
+    whole = Fields(config, source)
+    f, family = _text_part(whole)
+    f = f.with_defaults(DEFAULTS.get(family, {}))
+    body = FAMILIES[family](f)
+    return _assemble(f, whole, family, body, name, source)
+
+
+def load_config(path: Path, name: str | None = None) -> ModelSpec:
+    """A config.json, or a folder with one → model. Raises ConfigError, UnsupportedModel."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{path}: no config.json there")
+    label = name or (file.parent.name if file.name == "config.json" else file.stem)
+    return model_from_config(read_config(file), label, str(file))
+
+
+def _text_part(whole: Fields) -> tuple[Fields, str]:
+    """The object that describes the text model, and its family."""
+    for section in _TEXT_SECTIONS:
+        inner = whole.section(section)
+        if inner is not None:
+            part, family = _text_part(inner.with_defaults({"model_type": whole.text("model_type")}))
+            return part.with_defaults(whole.only("tie_word_embeddings", "torch_dtype", "dtype")), family
+    family = whole.text("model_type")
+    if not family:
+        raise whole.fail("model_type", "is missing; it says which family the model is of")
+    found = _family(family)
+    if found is None:
+        hint = ", ".join(nearest(family, FAMILIES)) or "see docs/layout.md for how to add one"
+        raise UnsupportedModel(f"{whole.source}: model_type {family!r} is not a family known here; nearest: {hint}")
+    return whole, found
+
+
+def _family(model_type: str) -> str | None:
+    """`qwen3_vl` is counted by its text part's family, `qwen3_vl_text`, unless either has rows of its own."""
+    for name in (model_type, f"{model_type}_text", model_type.removesuffix("_text")):
+        if name in FAMILIES:
+            return name
+    return None
+
+
+def _assemble(f: Fields, whole: Fields, family: str, body: Body, name: str, source: str) -> ModelSpec:
+    outer = list(body.outer)
+    rope = f.section("rope_scaling") or f.section("rope_parameters")
+    context = f.count(*_CONTEXT)
+    activation = _DTYPES.get(f.text("dtype", "torch_dtype"), "bf16")
+    return ModelSpec(
+        name=name,
+        architecture=family,
+        hidden_size=hidden_size(f),
+        vocab_size=vocab_size(f),
+        max_context=context,
+        layers=tuple(body.layers),
+        num_heads=body.num_heads,
+        embedding_params=sum(w.params for w in outer if w.part == "embedding"),
+        head_params=sum(w.params for w in outer if w.part == "head"),
+        other_params=sum(w.params for w in outer if w.part not in ("embedding", "head")),
+        dtype=_weight_scheme(whole, activation),
+        trained_context=rope.maybe_count("original_max_position_embeddings") if rope else None,
+        draft_layers=body.draft_layers,
+        source=source,
+        notes=body.notes,
+        activation_dtype=activation,
+        outer_weights=tuple(outer),
+    )
+
+
+def _weight_scheme(whole: Fields, activation: str) -> str:
+    """How the published weights are stored: the quantisation that the file announces, else their float type."""
+    quant = whole.section("quantization_config")
+    if quant is None:
+        return activation
+    return quantisation_scheme(quant) or activation
+
+
+def quantisation_scheme(quant: Fields) -> str | None:
+    """Name in spec/weights.py of what `quantization_config` describes, None where it is not known there."""
+    method, bits = quant.text("quant_method", "quant_algo").lower(), quant.count_or(0, "bits", "w_bit")
+    if method in ("awq", "gptq"):
+        return {4: method, 8: "int8"}.get(bits or 4)
+    plain = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4", "bitsandbytes": "bnb4"}
+    if method == "fp8" and quant.has("weight_block_size"):
+        return "fp8_block"
+    if method == "bitsandbytes" and quant.flag("load_in_8bit"):
+        return "int8"
+    return plain.get(method)
