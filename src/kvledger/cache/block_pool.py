@@ -91,7 +91,7 @@ class BlockPool:
             self._blank.append(block)
 
     def check(self, tables: Iterable[Iterable[int]]) -> None:
-        """Recount everything from `tables`, the block lists of all holders (−1: no block). Asserts that none is lost."""
+        """Recount from `tables`, the block lists of all holders (−1: no block). AssertionError when one is lost."""
         held = Counter(block for table in tables for block in table if block >= 0)
         blank, idle = set(self._blank), set(self._idle)
         assert len(blank) == len(self._blank), "a block is twice in the blank list"

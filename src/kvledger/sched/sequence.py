@@ -1,4 +1,4 @@
-"""One sequence: token ids and counters. Lengths, blocks needed and "finished" are derived. No tensors, no text."""
+"""A request and the sequences that answer it: token ids and counters, the rest is derived. No tensors, no text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ import enum
 from dataclasses import dataclass, field
 
 from kvledger.spec.sampling import Constraint, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user sends, in token ids. `seed` 0 stands in when the parameters give none."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0  # lower runs first
+    seed: int = 0
+    salt: bytes = b""  # separates prefixes in the cache
+    eos_token_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
+    stepwise: bool = False  # stop after every token until told to go on: beam search
 
 
 class Status(enum.Enum):
@@ -48,6 +63,13 @@ class Sequence:
     finish_reason: str | None = None  # stop, length, abort, error
     stop_reason: int | str | None = None  # the stop token id or string that ended it
     extra: dict[str, object] = field(default_factory=dict)
+    arrival: int = 0  # order in which requests came
+    num_forks: int = 0  # further choices that split off at the first token
+    is_stepwise: bool = False
+    is_held: bool = False  # stepwise and waiting to be told to go on
+    num_scored: int = 0  # prompt tokens whose logprobs were delivered
+    digests: list[bytes] = field(default_factory=list)  # chain of hashes of the full blocks, see cache.prefix_cache
+    num_entered: int = 0  # blocks that were offered to the prefix cache
 
     @property
     def num_tokens(self) -> int:

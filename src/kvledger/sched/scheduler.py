@@ -1,0 +1,403 @@
+"""The one scheduler: who runs in the next step, with which blocks. Served by any executor, real or simulated.
+
+`schedule()` decides and allocates; `update()` takes what the step gave and is the only place where sequences grow or
+end. No clock, no text, no tensors.
+
+The order of sequences is total: (priority, arrival, choice). Whoever needs a block that is not there takes it from
+the last in that order, so the first one always gets on: no live-lock. A sequence is admitted only if its whole
+prompt, what is promised to those who run, and one block of growth for each of them are free: no thrash.
+"""
+
+from __future__ import annotations
+
+from kvledger.cache.block_pool import BlockPool
+from kvledger.cache.ledger import BlockLedger
+from kvledger.cache.prefix_cache import PrefixCache, PrefixMatch, extend_chain, root_digest
+from kvledger.errors import BadRequest
+from kvledger.plan.pool import PoolPlan
+from kvledger.sched.admission import check_request
+from kvledger.sched.books import Books
+from kvledger.sched.draft import Draft
+from kvledger.sched.ending import ending
+from kvledger.sched.events import Admitted, Event, Finished, Preempted, PromptScored, TokenEvent
+from kvledger.sched.policies import policy_of
+from kvledger.sched.sequence import Request, Sequence, Status
+from kvledger.sched.step import Chunk, Sample, Step, StepResult
+from kvledger.sched.waiting import SequenceList
+from kvledger.spec.config import SchedulerConfig
+
+
+class Scheduler:
+    """Queues, block pool, prefix cache and the rules between them.
+
+    `pool` is the planned pool: the scheduler manages exactly its blocks. `vocab_size` None leaves ids unchecked.
+    """
+
+    def __init__(
+        self,
+        pool: PoolPlan,
+        config: SchedulerConfig,
+        max_model_len: int,
+        *,
+        prefix_caching: bool = True,
+        vocab_size: int | None = None,
+        namespace: bytes = b"",
+    ) -> None:
+        self.plan, self.config, self.policy = pool, config, policy_of(config)
+        self.max_model_len, self.vocab_size, self.namespace = max_model_len, vocab_size, namespace
+        self.pool = BlockPool(pool.num_blocks)
+        self.ledger = BlockLedger(pool.layout, self.pool)
+        self.prefix = PrefixCache(self.pool, pool.layout.groups, prefix_caching)
+        self.waiting = SequenceList(config.queueing)
+        self.running = SequenceList(config.queueing)
+        self._parked: list[
+            tuple[Sequence, list[Finished]]
+        ] = []  # ended members of a static batch
+        self._requests: dict[str, list[Sequence]] = {}
+        self._events: list[Event] = []
+        self._num_arrivals = self._num_sequences = 0
+
+    # ------------------------------------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request; its further choices split off when the prompt is computed.
+
+        Raises BadRequest or ContextTooLong; the scheduler is then unchanged.
+        """
+        if request.request_id in self._requests:
+            raise BadRequest(f"request id {request.request_id!r} is already running", "request_id")
+        longest = check_request(request, self.plan, self.max_model_len, self.vocab_size)
+        params, self._num_arrivals = request.params, self._num_arrivals + 1
+        seq = Sequence(
+            self._next_id(), request.request_id, list(request.prompt_token_ids), len(request.prompt_token_ids),
+            params, longest, priority=request.priority, salt=request.salt, constraint=request.constraint,
+            seed=request.seed if params.seed is None else params.seed, eos_token_ids=request.eos_token_ids,
+            arrival=self._num_arrivals, num_forks=params.n - 1, is_stepwise=request.stepwise,
+        )  # fmt: skip
+        self._requests[request.request_id] = [seq]
+        self.waiting.add(seq)
+        return seq
+
+    def abort(
+        self, request_id: str, choice: int | None = None, reason: str = "abort",
+        stop_reason: int | str | None = None, message: str = "",
+    ) -> None:  # fmt: skip
+        """End one choice of a request, or all; blocks are free at once. Unknown or ended ones are left alone."""
+        for seq in tuple(self._requests.get(request_id, ())):
+            if choice is None or seq.choice == choice:
+                self._end(seq, reason, stop_reason, message)
+
+    def fork(self, seq: Sequence, choice: int, last_token_id: int | None = None) -> Sequence:
+        """A copy of a live sequence that shares its blocks; `last_token_id` replaces the newest token.
+
+        Choice numbers of one request must differ. The copy runs (or waits) as the original does.
+        """
+        child = self._clone(seq, choice, seq.num_computed)
+        child.token_ids[-1] = seq.token_ids[-1] if last_token_id is None else last_token_id
+        return child
+
+    def resume(self, seq: Sequence, last_token_id: int | None = None) -> None:
+        """Let a stepwise sequence compute its newest token (or `last_token_id` in its place) and sample the next."""
+        if last_token_id is not None:
+            seq.token_ids[-1] = last_token_id
+        seq.is_held = False
+
+    def sequences(self, request_id: str) -> tuple[Sequence, ...]:
+        """The request's live sequences."""
+        return tuple(self._requests.get(request_id, ()))
+
+    @property
+    def has_work(self) -> bool:
+        """Something waits or runs, or events have not been fetched yet."""
+        return bool(self._requests or self._events)
+
+    # ------------------------------------------------------------------------------------------ schedule: decide
+
+    def schedule(self) -> Step:
+        """The next step; empty when nothing can run. Decoding comes first, then begun prompts, then new ones."""
+        draft = Draft(self.config)
+        joins = self.policy.refills or not len(self.running)
+        prompts = []
+        for seq in tuple(self.running):
+            if seq.num_uncomputed > 1:
+                prompts.append(seq)
+            else:
+                self._place(seq, draft)
+        for seq in prompts:
+            self._place(seq, draft)
+        if joins and not draft.has_preempted:
+            self._admit(draft)
+        return draft.step()
+
+    def _place(self, seq: Sequence, draft: Draft) -> None:
+        """Give the sequence its part of the step, if budget and blocks allow."""
+        if seq.status is not Status.RUNNING or seq.is_held:
+            return
+        wanted = draft.wanted(seq, self.policy.chunks)
+        granted = self._make_room(seq, wanted, draft) if wanted else 0
+        if granted:
+            copies = self.ledger.extend(seq.tables, seq.num_computed, seq.num_computed + granted)
+            draft.place(seq, granted, copies)
+
+    def _make_room(self, seq: Sequence, wanted: int, draft: Draft) -> int:
+        """Free blocks for `wanted` tokens, or fewer where a prompt may be cut; 0 if the sequence itself must yield."""
+        least = 1 if self.policy.chunks else wanted
+        while (room := self.ledger.room(seq.tables, seq.num_computed)) < least:
+            victim = self._victim(seq)
+            if victim is None:
+                self._end(seq, "length")
+                return 0
+            self._preempt(victim, draft)
+            if victim is seq:
+                return 0
+        return min(room, wanted)
+
+    def _victim(self, seq: Sequence) -> Sequence | None:
+        """Who yields a block: one that is held, else the last in order. None when `seq` is alone: it has outgrown."""
+        held = [other for other in self.running if other.is_held and other is not seq]
+        if held:
+            return held[-1]
+        return self.running[-1] if len(self.running) > 1 else None
+
+    def _preempt(self, seq: Sequence, draft: Draft) -> None:
+        """Take all blocks of a running sequence; it will recompute them."""
+        draft.preempt(seq)
+        self.running.remove(seq)
+        self._events.append(Preempted(*_who(seq), seq.num_computed, is_swapped=False))
+        self.ledger.release(seq.tables)
+        seq.num_computed, seq.num_entered, seq.status = 0, 0, Status.WAITING
+        seq.num_preemptions += 1
+        self.waiting.add(seq)
+
+    def _admit(self, draft: Draft) -> None:
+        """Start waiting sequences in order until one does not fit. A static batch ignores the token budget here."""
+        promised = self._promised() if len(self.waiting) else 0
+        while (seq := self._next_waiting()) is not None and self._has_seat(seq, draft):
+            match = self._match(seq)
+            if self._fits(seq, match, promised):
+                self._start(seq, match)
+                self._place(seq, draft)
+                promised += self._promise(seq)
+            elif not self._any_active() and self._yield_held(draft):
+                promised = self._promised()
+            else:
+                return
+
+    def _next_waiting(self) -> Sequence | None:
+        return next((seq for seq in self.waiting if not seq.is_held), None)
+
+    def _has_seat(self, seq: Sequence, draft: Draft) -> bool:
+        if len(self.running) >= self.config.max_num_seqs:
+            return False
+        return not self.policy.refills or draft.wanted(seq, self.policy.chunks) > 0
+
+    def _match(self, seq: Sequence) -> PrefixMatch:
+        """What the prefix cache has of the sequence but for its last token, whose logits are needed to sample."""
+        if not self.prefix.enabled or seq.num_scored < self._num_to_score(seq):
+            return self.prefix.match(())
+        last = (seq.num_tokens - 1) // self.ledger.block_size
+        root = root_digest(seq.salt, self.namespace)
+        extend_chain(seq.digests, root, seq.token_ids[: last * self.ledger.block_size], self.ledger.block_size)
+        return self.prefix.match(seq.digests[:last])
+
+    @staticmethod
+    def _num_to_score(seq: Sequence) -> int:
+        return 0 if seq.params.prompt_logprobs is None else seq.num_prompt_tokens - 1
+
+    def _need(self, seq: Sequence, match: PrefixMatch) -> int:
+        """Blocks that must be free for the sequence, and for choices yet to split off, beyond those it shares."""
+        whole = self.plan.layout.blocks_for(self.policy.target(seq), self._in_flight(seq))
+        return max(0, whole - match.num_held) + seq.num_forks * self._fork_blocks(seq)
+
+    def _fork_blocks(self, seq: Sequence) -> int:
+        """Blocks of its own that a choice needs when it splits off: a first one, or all beyond the shared prompt."""
+        groups = self.ledger.num_groups
+        if not self.policy.reserves:
+            return groups
+        shared = groups * ((seq.num_prompt_tokens - 1) // self.ledger.block_size)
+        return max(groups, self.plan.layout.blocks_for(seq.max_total_tokens) - shared)
+
+    def _in_flight(self, seq: Sequence) -> int:
+        budget = self.config.max_num_batched_tokens
+        return max(1, min(budget, seq.num_uncomputed) if self.policy.chunks else seq.num_uncomputed)
+
+    def _promised(self) -> int:
+        """Blocks that running sequences may still take."""
+        return sum(self._promise(seq) for seq in self.running)
+
+    def _promise(self, seq: Sequence) -> int:
+        """What a running sequence was admitted with and has not taken yet; and one block to grow unless reserved."""
+        target = self.policy.target(seq)
+        more = self.ledger.still_needed(seq.tables, seq.num_computed, target, self._in_flight(seq))
+        per_fork = self._fork_blocks(seq) if seq.num_forks else 0
+        return more + seq.num_forks * per_fork + (0 if self.policy.reserves else self.ledger.num_groups)
+
+    def _fits(self, seq: Sequence, match: PrefixMatch, promised: int) -> bool:
+        """With nobody running the first in line always starts: it can be held, or it would have been refused."""
+        free = self.pool.num_free - match.num_idle - promised
+        return not len(self.running) or free >= self._need(seq, match)
+
+    def _any_active(self) -> bool:
+        return any(not seq.is_held for seq in self.running)
+
+    def _yield_held(self, draft: Draft) -> bool:
+        """Preempt the last held sequence for one that can go on."""
+        held = [seq for seq in self.running if seq.is_held]
+        if held:
+            self._preempt(held[-1], draft)
+        return bool(held)
+
+    def _start(self, seq: Sequence, match: PrefixMatch) -> None:
+        """Move the sequence from waiting to running, with the blocks that were found."""
+        self.waiting.remove(seq)
+        self.ledger.adopt(match.tables)
+        seq.tables, seq.status = match.tables, Status.RUNNING
+        seq.num_computed = match.num_blocks * self.ledger.block_size
+        seq.num_entered = match.num_blocks
+        is_first = not seq.num_preemptions
+        if is_first:
+            seq.num_cached = seq.num_computed
+            if self.prefix.enabled:
+                self.prefix.count(seq.num_prompt_tokens, seq.num_cached)
+        self.running.add(seq)
+        self._events.append(Admitted(*_who(seq), seq.num_tokens, seq.num_computed, is_first))
+
+    # ------------------------------------------------------------------------------------------ update: mutate
+
+    def update(self, step: Step, result: StepResult) -> list[Event]:
+        """Book what the step gave: tokens, ends, full blocks, free blocks. Returns everything that happened since."""
+        for chunk in step.chunks:
+            if chunk.seq.is_finished:
+                continue  # aborted while the step ran
+            if (message := result.failed.get(chunk.seq.seq_id)) is not None:
+                self._end(chunk.seq, "error", message=message)
+            else:
+                self._book(chunk, result)
+        events, self._events = self._events, []
+        return events
+
+    def _book(self, chunk: Chunk, result: StepResult) -> None:
+        seq = chunk.seq
+        seq.num_computed = chunk.start + chunk.num_tokens
+        self._enter_blocks(seq)
+        self._score(chunk, result.prompt_logprobs.get(seq.seq_id, ()))
+        if chunk.samples:
+            sample = result.samples[seq.seq_id]
+            self._split(seq)
+            self._append(seq, sample)
+        if not seq.is_finished:
+            self.ledger.pass_by(seq.tables, seq.num_computed)
+
+    def _enter_blocks(self, seq: Sequence) -> None:
+        """Blocks that are full now may be found by others."""
+        full = seq.num_computed // self.ledger.block_size
+        if not self.prefix.enabled or full <= seq.num_entered:
+            return
+        root = root_digest(seq.salt, self.namespace)
+        extend_chain(seq.digests, root, seq.token_ids[: full * self.ledger.block_size], self.ledger.block_size)
+        for index in range(seq.num_entered, full):
+            for group, table in enumerate(seq.tables):
+                if table[index] >= 0:
+                    self.prefix.enter(seq.digests[index], group, table[index])
+        seq.num_entered = full
+
+    def _score(self, chunk: Chunk, samples: tuple[Sample, ...]) -> None:
+        """Deliver prompt logprobs once, also when a preempted prompt is computed again."""
+        seq = chunk.seq
+        fresh = samples[max(0, seq.num_scored - chunk.start) :]
+        if fresh:
+            seq.num_scored += len(fresh)
+            self._events.append(PromptScored(*_who(seq), fresh))
+
+    def _split(self, seq: Sequence) -> None:
+        """At the first token the other choices start, with the blocks of the prompt but for its last token."""
+        for choice in range(seq.choice + 1, seq.choice + 1 + seq.num_forks):
+            self._clone(seq, choice, seq.num_prompt_tokens - 1)
+        seq.num_forks = 0
+
+    def _append(self, seq: Sequence, sample: Sample) -> None:
+        seq.token_ids.append(sample.token_id)
+        seq.cumulative_logprob += sample.logprob
+        if seq.constraint is not None:
+            seq.constraint.accept(sample.token_id)
+        self._events.append(TokenEvent(*_who(seq), sample, seq.num_output_tokens))
+        if (end := ending(seq)) is not None:
+            self._end(seq, *end)
+        elif seq.is_stepwise:
+            seq.is_held = True
+
+    def _clone(self, seq: Sequence, choice: int, num_computed: int) -> Sequence:
+        """A sequence with the same tokens that shares the blocks of positions [0, num_computed)."""
+        num_computed = min(num_computed, seq.num_computed)
+        child = Sequence(
+            self._next_id(), seq.request_id, list(seq.token_ids), seq.num_prompt_tokens, seq.params,
+            seq.max_total_tokens, choice, seq.priority, seq.seed, seq.salt,
+            None if seq.constraint is None else seq.constraint.fork(), seq.eos_token_ids,
+            num_computed=num_computed, status=seq.status, num_preemptions=seq.num_preemptions,
+            cumulative_logprob=seq.cumulative_logprob, arrival=seq.arrival, is_stepwise=seq.is_stepwise,
+            is_held=seq.is_held, num_scored=seq.num_scored,
+        )  # fmt: skip
+        child.digests = seq.digests[: num_computed // self.ledger.block_size]
+        child.num_entered = min(seq.num_entered, len(child.digests))
+        if seq.status is Status.RUNNING:
+            child.tables = self.ledger.share(seq.tables, num_computed)
+        (self.running if seq.status is Status.RUNNING else self.waiting).add(child)
+        self._requests[seq.request_id].append(child)
+        return child
+
+    def _end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None, message: str = "") -> None:
+        """Finish a live sequence. A static batch keeps its blocks, and its news, until the last member is done."""
+        is_running = seq.status is Status.RUNNING
+        (self.running if is_running else self.waiting).remove(seq)
+        seq.status, seq.finish_reason, seq.stop_reason, seq.is_held = Status.FINISHED, reason, stop_reason, False
+        self._requests[seq.request_id].remove(seq)
+        if not self._requests[seq.request_id]:
+            del self._requests[seq.request_id]
+        ends = [self._farewell(seq, choice, message) for choice in range(seq.choice, seq.choice + 1 + seq.num_forks)]
+        if is_running and not self.policy.refills:
+            self._parked.append((seq, ends))
+            if not len(self.running):
+                self._release_batch()
+        else:
+            self.ledger.release(seq.tables)
+            self._events += ends
+
+    @staticmethod
+    def _farewell(seq: Sequence, choice: int, message: str) -> Finished:
+        """The last event of a choice, also of one that never came to split off."""
+        return Finished(
+            seq.request_id, choice, seq.seq_id, seq.finish_reason or "", seq.stop_reason, seq.num_prompt_tokens,
+            seq.num_output_tokens, seq.num_cached, seq.num_preemptions, message,
+        )  # fmt: skip
+
+    def _release_batch(self) -> None:
+        for seq, ends in self._parked:
+            self.ledger.release(seq.tables)
+            self._events += ends
+        self._parked = []
+
+    def _next_id(self) -> int:
+        self._num_sequences += 1
+        return self._num_sequences
+
+    # ------------------------------------------------------------------------------------------ the books
+
+    def books(self) -> Books:
+        """Where the blocks are, now. O(blocks): for reports."""
+        holders = [*self.running, *(seq for seq, _ in self._parked)]
+        return Books.of(self.plan, self.pool, holders, self._promised() if self.policy.reserves else 0)
+
+    def check(self) -> None:
+        """Recount blocks and queues from scratch. AssertionError on any disagreement."""
+        holders = [*self.running, *(seq for seq, _ in self._parked)]
+        self.pool.check(table for seq in holders for table in seq.tables)
+        self.prefix.check()
+        live = [seq for sequences in self._requests.values() for seq in sequences]
+        assert sorted(s.seq_id for s in live) == sorted(s.seq_id for s in (*self.running, *self.waiting))
+        assert not any(table for seq in self.waiting for table in seq.tables), "a waiting sequence holds blocks"
+        for seq in self.running:
+            assert seq.num_computed <= len(seq.tables[0]) * self.ledger.block_size, "positions without a block"
+
+
+def _who(seq: Sequence) -> tuple[str, int, int]:
+    return seq.request_id, seq.choice, seq.seq_id
