@@ -143,14 +143,28 @@ class Scheduler:
         """Free blocks for `wanted` tokens, or fewer where a prompt may be cut; 0 if the sequence itself must yield."""
         least = 1 if self.policy.chunks else wanted
         while (room := self.ledger.room(seq.tables, seq.num_computed)) < least:
+            if self._release_parked():
+                continue
             victim = self._victim(seq)
             if victim is None:
-                self._end(seq, "length")
-                return 0
+                return self._last_resort(seq, room)
             self._preempt(victim, draft)
             if victim is seq:
                 return 0
         return min(room, wanted)
+
+    def _last_resort(self, seq: Sequence, room: int) -> int:
+        """Alone in the pool and still short: cut the prompt whatever the policy says, or the sequence has outgrown it."""
+        if room < 1:
+            self._end(seq, "length")
+        return max(0, room)
+
+    def _release_parked(self) -> bool:
+        """Blocks of a static batch's ended members, needed after all: more choices than were reserved for."""
+        freed = [seq for seq, _ in self._parked if self.ledger.held(seq.tables)]
+        for seq in freed:
+            self.ledger.release(seq.tables)
+        return bool(freed)
 
     def _victim(self, seq: Sequence) -> Sequence | None:
         """Who yields a block: one that is held, else the last in order. None when `seq` is alone: it has outgrown."""
