@@ -84,6 +84,6 @@ def _intensity(name: str, cost: StepCost, label: str) -> Figure:
     flops = Input("F", cost.flops, "FLOP", "plan.roofline: products with weights, and attention")
     weights = Input("W", cost.weight_bytes, "B", "plan.roofline: weights read once")
     return derive(
-        name, "FLOP/B", "F ÷ (W + K)", flops, weights, Input("K", cost.kv_bytes, "B", "plan.roofline: KV read and written"),
+        name, "FLOP/B", "F ÷ (W + K)", flops, weights, Input("K", cost.kv_bytes, "B", "plan.roofline: KV traffic"),
         source="roofline, Williams et al. 2009", label=label,
     )  # fmt: skip

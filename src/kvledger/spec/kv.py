@@ -93,6 +93,11 @@ class KVStorage:
         """`bf16`, or `int4_k/int4_v` where keys and values differ."""
         return self.key.name if self.key == self.value else f"{self.key.name}/{self.value.name}"
 
+    @property
+    def span(self) -> int:
+        """Tokens after which bytes repeat: the group of scales that run along tokens, else 1."""
+        return max(t.group if t.axis == "column" else 1 for t in (self.key, self.value))
+
     @staticmethod
     def of(name: str) -> KVStorage:
         """`bf16`, `fp8`, `int4`, `q8_0/q4_0` (keys/values) … → storage. Raises UnknownName."""
@@ -342,8 +347,13 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token stores while no window is full (the lesson's per-token figure)."""
-        return sum(len(g.layers) * g.spec.tile_bytes(1, g.storage) for g in self.groups)
+        """Bytes that one more token stores while no window is full (the lesson's per-token figure).
+
+        Scales shared by a group of tokens are spread over the group.
+        """
+        return sum(
+            len(g.layers) * cdiv(g.spec.tile_bytes(g.storage.span, g.storage), g.storage.span) for g in self.groups
+        )
 
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes that one sequence of `num_tokens` stores, without block rounding."""
