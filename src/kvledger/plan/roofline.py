@@ -81,6 +81,10 @@ class Roofline:
         seconds = max(compute_s, memory_s) + self.overhead_s if shape else 0.0
         return StepCost(seconds, compute_s, memory_s, flops, weights, kv)
 
+    def seconds(self, shape: StepShape) -> float:
+        """How long the step takes."""
+        return self.cost(shape).seconds
+
     def flops(self, shape: StepShape) -> float:
         """Multiplications and additions: products with weights, and attention."""
         tokens = sum(work.new_tokens for work in shape)

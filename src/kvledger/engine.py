@@ -1,0 +1,133 @@
+"""The loop: schedule, run, update, tell. Token ids only; knows no text, no HTTP and no kernels.
+
+Not for several threads: whoever owns an engine calls it from one, between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvledger.clock import Clock, WallClock
+from kvledger.exec.base import Executor
+from kvledger.sched.events import Event
+from kvledger.sched.scheduler import Scheduler
+from kvledger.sched.sequence import Request, Sequence
+from kvledger.sched.step import Sample, Step, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step: when it began and ended by the engine's clock, how much of that the executor took, and its size.
+
+    `num_running` and `num_waiting` are the sequences left in either state after it.
+    """
+
+    started_s: float
+    ended_s: float
+    exec_s: float
+    num_tokens: int
+    num_seqs: int
+    num_running: int
+    num_waiting: int
+
+
+class Listener(Protocol):
+    """Someone who is told; never in the way."""
+
+    def added(self, request: Request, now_s: float) -> None: ...
+
+    def stepped(self, report: StepReport, events: Iterable[Event]) -> None: ...
+
+
+class Engine:
+    """A scheduler, an executor with the same blocks, and a clock."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock | None = None,
+        listeners: Iterable[Listener] = (),
+    ) -> None:
+        planned, built = scheduler.plan.num_blocks, executor.num_blocks
+        assert planned == built, f"the plan has {planned} blocks, the executor {built}"
+        self.scheduler, self.executor, self.clock = scheduler, executor, clock or WallClock()
+        self.listeners = list(listeners)
+
+    @property
+    def has_work(self) -> bool:
+        """A request is unanswered or an event undelivered."""
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request. Raises BadRequest, ContextTooLong."""
+        seq = self.scheduler.add(request)
+        for listener in self.listeners:
+            listener.added(request, self.clock.now())
+        return seq
+
+    def abort(
+        self,
+        request_id: str,
+        choice: int | None = None,
+        reason: str = "abort",
+        stop_reason: int | str | None = None,
+    ) -> None:
+        """End a request, or one choice; its blocks are free at once, its Finished event comes with the next step."""
+        self.scheduler.abort(request_id, choice, reason, stop_reason)
+
+    def step(self) -> list[Event]:
+        """One forward pass; everything that happened since the last."""
+        started_s = self.clock.now()
+        step = self.scheduler.schedule()
+        result = self._run(step)
+        events = self.scheduler.update(step, result)
+        self.clock.advance(result.seconds)
+        self._tell(step, result, started_s, events)
+        return events
+
+    def close(self) -> None:
+        """Give the executor's memory back."""
+        self.executor.close()
+
+    def _run(self, step: Step) -> StepResult:
+        """The executor's result; if it raises, the sequences at fault fail and the others go on."""
+        if not (step.chunks or step.copies or step.swaps_in or step.swaps_out):
+            return StepResult({}, 0.0)
+        try:
+            return self.executor.run(step)
+        except Exception:
+            return self._isolate(step)
+
+    def _isolate(self, step: Step) -> StepResult:
+        """Run the chunks one by one to find which of them cannot be computed.
+
+        Writing K/V again is harmless: the same positions get the same values.
+        """
+        samples: dict[int, Sample] = {}
+        scores: dict[int, tuple[Sample, ...]] = {}
+        failed: dict[int, str] = {}
+        seconds, moves = 0.0, (step.copies, step.swaps_out, step.swaps_in)
+        for chunk in step.chunks:
+            try:
+                result = self.executor.run(Step((chunk,), *moves))
+            except Exception as alone:
+                failed[chunk.seq.seq_id] = f"{type(alone).__name__}: {alone}"
+                continue
+            moves = ((), (), ())
+            samples |= result.samples
+            scores |= result.prompt_logprobs
+            failed |= result.failed
+            seconds += result.seconds
+        return StepResult(samples, seconds, scores, failed)
+
+    def _tell(self, step: Step, result: StepResult, started_s: float, events: list[Event]) -> None:
+        if not self.listeners:
+            return
+        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        now, size = self.clock.now(), (step.num_tokens, len(step.chunks))
+        report = StepReport(started_s, now, result.seconds, *size, running, waiting)
+        for listener in self.listeners:
+            listener.stepped(report, events)
