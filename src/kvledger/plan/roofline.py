@@ -72,10 +72,13 @@ class Roofline:
     bandwidth_efficiency: float = 1.0
     overhead_s: float = 0.0
 
-    def cost(self, shape: StepShape) -> StepCost:
-        """What the step costs. Raises UnknownName when the device has no peak for `compute_dtype`."""
-        flops, weights = self.flops(shape), self.weights_read(shape)
-        kv = float(sum(self._kv_traffic(work) for work in shape))
+    def cost(self, shape: StepShape, repeat: int = 1) -> StepCost:
+        """What the step costs when it holds `shape` `repeat` times (a batch of equals is priced as one of them).
+
+        Raises UnknownName when the device has no peak for `compute_dtype`.
+        """
+        flops, weights = repeat * self.flops(shape), self.weights_read(shape, repeat)
+        kv = float(repeat * sum(self._kv_traffic(work) for work in shape))
         compute_s = flops / (self._peak * self.compute_efficiency)
         memory_s = (weights + kv) / (self.device.bandwidth_bytes_per_s * self.bandwidth_efficiency)
         seconds = max(compute_s, memory_s) + self.overhead_s if shape else 0.0
@@ -92,12 +95,12 @@ class Roofline:
         products = 2.0 * (self._body_params * tokens + self._head_params * logits)
         return products + sum(2.0 * dims * pairs(spec, work) for spec, dims in self._attention for work in shape)
 
-    def weights_read(self, shape: StepShape) -> float:
+    def weights_read(self, shape: StepShape, repeat: int = 1) -> float:
         """Bytes of weights that the step reads: all dense ones once, and the experts that are touched.
 
         Routing is taken as uniform, so T tokens choosing k of E experts touch E (1 − (1 − k/E)^T) of them.
         """
-        tokens = sum(work.new_tokens for work in shape)
+        tokens = repeat * sum(work.new_tokens for work in shape)
         if not tokens:
             return 0.0
         params: float = self._dense_params + (self._head_params if any(w.num_logits for w in shape) else 0)
