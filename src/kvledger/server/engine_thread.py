@@ -1,0 +1,363 @@
+"""The bridge between the event loop and the engine, which lives in a thread of its own where nobody else touches it.
+
+Inward go closures, run between two steps; outward go events, one wake-up of the loop per step. Everything public here
+is called from the event loop's thread. Knows no HTTP and no text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from kvledger.engine import Engine, StepReport
+from kvledger.errors import EngineDead, KvledgerError
+from kvledger.sched.events import Admitted, Event, Finished
+from kvledger.sched.sequence import Request
+from kvledger.server.errors import NotReady, QueueFull, RequestFailed
+
+T = TypeVar("T")
+IDLE_S = 0.02  # between two looks at work that cannot go on by itself
+MAX_DEATHS = 3  # restarts without a single finished request in between
+
+
+class Listener(Protocol):
+    """Who is told of every step, in the loop's thread, before the clients are."""
+
+    def stepped(self, report: StepReport, events: Sequence[Event]) -> None: ...
+
+    def died(self) -> None:
+        """All requests that were open have ended without another event."""
+
+
+class State(enum.Enum):
+    """Where the engine stands."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DEAD = "dead"
+    CLOSED = "closed"
+
+
+class Mailbox:
+    """Where one HTTP request's events arrive. A failure is delivered after the events that came before it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_requests: int = 1) -> None:
+        self._loop = loop
+        self._num_unaccepted = num_requests
+        self._events: list[Event] = []
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[bool] | None = None
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._wake()
+
+    def accept(self) -> None:
+        """The engine has admitted one of the requests to its queue."""
+        self._num_unaccepted -= 1
+        self._wake()
+
+    async def accepted(self, patience_s: float) -> bool:
+        """Whether all requests are in the engine's queue, after at most `patience_s`. Raises what `fail` was given."""
+        while self._num_unaccepted > 0 and self._error is None:
+            if not await self._wait(patience_s):
+                break
+        if self._error is not None:
+            raise self._error
+        return self._num_unaccepted <= 0
+
+    async def take(self, patience_s: float) -> list[Event]:
+        """Everything that has arrived; an empty list after `patience_s` of silence. Raises what `fail` was given."""
+        if not self._events and self._error is None:
+            await self._wait(patience_s)
+        if self._events:
+            events, self._events = self._events, []
+            return events
+        if self._error is not None:
+            raise self._error
+        return []
+
+    async def _wait(self, patience_s: float) -> bool:
+        """Sleep until something arrives (True) or `patience_s` have passed (False)."""
+        self._waiter = self._loop.create_future()
+        timer = self._loop.call_later(patience_s, self._wake, False)
+        try:
+            return await self._waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    def _wake(self, has_arrived: bool = True) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(has_arrived)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that the engine has or will get."""
+
+    mailbox: Mailbox
+    choices_left: int
+    step_at_submit: int
+    is_waiting: bool = True
+
+
+class EngineThread:
+    """Runs `build()` and then the engine it returns.
+
+    `on_end` is called in the loop's thread once, when the thread has ended for good, with the error or None.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Callable[[str], None]], Engine],
+        *,
+        max_queue: int | None = None,
+        max_num_seqs: int = 64,
+        restart: bool = False,
+        on_end: Callable[[BaseException | None], None] = lambda error: None,
+    ) -> None:
+        self._build, self._max_queue, self._max_num_seqs, self._restart = build, max_queue, max_num_seqs, restart
+        self._on_end = on_end
+        self.listeners: list[Listener] = []
+        self.state, self.reason = State.LOADING, "starting"
+        self.num_restarts = 0
+        self.num_steps = 0
+        self._open: dict[str, _Open] = {}
+        self._waiting: dict[str, _Open] = {}  # in order of arrival
+        self._deaths_in_a_row = 0
+        self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
+        self._stopping = False
+        self.engine: Engine | None = None  # for reading single counters; everything else through `call`
+        self._report: StepReport | None = None
+        self._thread = threading.Thread(target=self._run, name="kvledger-engine", daemon=True)
+
+    # --- called from the event loop ---
+
+    def start(self) -> None:
+        """Begin to load, in the background."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not been scheduled yet."""
+        return len(self._waiting)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._open)
+
+    def check_ready(self) -> None:
+        """Raises NotReady while loading, EngineDead when the engine is gone."""
+        if self.state is State.LOADING:
+            raise NotReady(f"the engine is not ready: {self.reason}")
+        if self.state is not State.READY:
+            raise EngineDead(f"the engine has stopped: {self.reason}")
+
+    def check_room(self, num_requests: int = 1) -> None:
+        """Raises QueueFull when `num_requests` more would make the queue longer than allowed."""
+        if self._max_queue is None:
+            return
+        oldest = next(iter(self._waiting.values()), None)
+        is_blocked = oldest is not None and self.num_steps >= oldest.step_at_submit + 2
+        spare = 0 if is_blocked else max(0, self._max_num_seqs - (self.num_open - self.num_waiting))
+        if self.num_waiting + num_requests > self._max_queue + spare:
+            raise QueueFull(self.num_waiting, self._max_queue)
+
+    def submit(self, requests: Sequence[Request]) -> Mailbox:
+        """Hand over all requests of one HTTP request. Raises NotReady, EngineDead, QueueFull."""
+        self.check_ready()
+        self.check_room(len(requests))
+        mailbox = Mailbox(self._loop, len(requests))
+        for request in requests:
+            entry = _Open(mailbox, request.params.n, self.num_steps)
+            self._open[request.request_id] = self._waiting[request.request_id] = entry
+            self._commands.put(partial(self._add, request))
+        return mailbox
+
+    def abort(self, request_id: str) -> None:
+        """The client is gone: give the request's blocks back before the next step. Unknown ids are ignored."""
+        self._forget(request_id)
+        self._commands.put(lambda engine: engine.abort(request_id))
+
+    def finish(self, request_id: str, choice: int, stop_reason: str) -> None:
+        """A stop string was found in the choice's text: end it before the next step."""
+        self._commands.put(lambda engine: engine.abort(request_id, choice, "stop", stop_reason))
+
+    async def call(self, ask: Callable[[Any], T]) -> T:
+        """`ask(engine)`, run in the engine's thread between two steps. Raises NotReady, EngineDead."""
+        self.check_ready()
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._commands.put(lambda engine: self._answer(answer, ask, engine))
+        return await answer
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End the thread after its current step. False when it did not end in time."""
+        self._stopping = True
+        self._commands.put(lambda engine: None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # --- the engine's thread ---
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        while not self._stopping:
+            try:
+                self._live()
+            except BaseException as death:
+                error = death
+                if self._lives_again(death):
+                    continue
+            break
+        if error is None:
+            self.state, self.reason = State.CLOSED, "shut down"
+        self._tell(self._on_end, error if not self._stopping else None)
+
+    def _lives_again(self, death: BaseException) -> bool:
+        """Note the death; True when the engine is to be built anew."""
+        again = self._restart and self.state is State.READY and self._deaths_in_a_row < MAX_DEATHS
+        self._deaths_in_a_row += 1
+        self.num_restarts += again
+        self.state = State.LOADING if again else State.DEAD
+        self.reason = str(death) if isinstance(death, KvledgerError) else f"{type(death).__name__}: {death}"
+        if not isinstance(death, KvledgerError):
+            traceback.print_exception(death)
+        self._tell(self._died, self.reason)
+        return again
+
+    def _live(self) -> None:
+        """One life of the engine: build it, serve until told to stop."""
+        engine = self._build(self._progress)
+        engine.listeners.append(self)
+        self.engine = engine
+        try:
+            self.state, self.reason = State.READY, ""
+            is_idle = True
+            while not self._stopping:
+                self._obey(engine, IDLE_S if is_idle and engine.has_work else None)
+                is_idle = not (engine.has_work and self._step(engine))
+        finally:
+            self.engine = None
+            engine.close()
+
+    def _obey(self, engine: Engine, idle_s: float | None) -> None:
+        """Run what was asked for. Sleep until then while there is no work, or `idle_s` when work cannot go on."""
+        if not engine.has_work or idle_s is not None:
+            with contextlib.suppress(queue.Empty):
+                self._commands.get(timeout=idle_s)(engine)
+        while not self._commands.empty():
+            self._commands.get()(engine)
+
+    def _step(self, engine: Engine) -> bool:
+        """One step; False when nothing came of it (all that is left is held by somebody)."""
+        events = engine.step()
+        if events:
+            self._tell(self._deliver, events, self._report)
+        return bool(events)
+
+    def added(self, request: Request, now_s: float) -> None:
+        """The engine's own word that it has queued a request: not needed here."""
+
+    def stepped(self, report: StepReport, events: Iterable[Event]) -> None:
+        """The engine tells of a step; what it says goes out together with the events."""
+        self._report = report
+
+    def _progress(self, text: str) -> None:
+        self.reason = text
+
+    def _add(self, request: Request, engine: Engine) -> None:
+        """An error at admission ends this request alone; one that was given up meanwhile is not begun."""
+        if request.request_id not in self._open:
+            return
+        try:
+            engine.add(request)
+        except KvledgerError as error:
+            self._tell(self._refused, request.request_id, error)
+        except Exception as error:
+            failure = RequestFailed(f"the request could not be started ({type(error).__name__})")
+            self._tell(self._refused, request.request_id, failure)
+        else:
+            self._tell(self._accepted, request.request_id)
+
+    def _answer(self, answer: asyncio.Future[T], ask: Callable[[Any], T], engine: Engine) -> None:
+        try:
+            value = ask(engine)
+        except Exception as error:
+            self._tell(_settle, answer, None, error)
+        else:
+            self._tell(_settle, answer, value, None)
+
+    def _tell(self, heard: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(heard, *args)
+        except RuntimeError:
+            self._stopping = True  # the loop is closed: nobody listens any more
+
+    # --- back in the loop's thread ---
+
+    def _deliver(self, events: Sequence[Event], report: StepReport) -> None:
+        self.num_steps += 1
+        for listener in self.listeners:
+            listener.stepped(report, events)
+        for event in events:
+            entry = self._open.get(event.request_id)
+            if entry is None:
+                continue
+            if isinstance(event, Admitted | Finished):
+                self._note(event, entry)
+            entry.mailbox.put(event)
+
+    def _note(self, event: Event, entry: _Open) -> None:
+        self._waiting.pop(event.request_id, None)
+        if isinstance(event, Finished):
+            self._deaths_in_a_row = 0
+            entry.choices_left -= 1
+            if entry.choices_left <= 0:
+                self._forget(event.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+
+    def _accepted(self, request_id: str) -> None:
+        if (entry := self._open.get(request_id)) is not None:
+            entry.mailbox.accept()
+
+    def _refused(self, request_id: str, error: KvledgerError) -> None:
+        entry = self._open.get(request_id)
+        self._forget(request_id)
+        if entry is not None:
+            entry.mailbox.fail(error)
+
+    def _died(self, reason: str) -> None:
+        """Tell every waiting client. What was still to be added is forgotten, so a new engine will skip it."""
+        for entry in self._open.values():
+            entry.mailbox.fail(EngineDead(f"the engine died while this request ran: {reason}"))
+        self._open.clear()
+        self._waiting.clear()
+        for listener in self.listeners:
+            listener.died()
+
+
+def _settle(answer: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+    if answer.done():
+        return
+    if error is None:
+        answer.set_result(value)
+    else:
+        answer.set_exception(error)

@@ -1,0 +1,105 @@
+"""What the routes share: settings, the model once it is loaded, the bridge to the engine, metrics and the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvledger.engine import Engine, StepReport
+from kvledger.sched.events import Event
+from kvledger.server.engine_thread import EngineThread, State
+from kvledger.server.errors import NotReady
+from kvledger.server.logs import Log, make_log
+from kvledger.server.observer import Observer
+from kvledger.server.prometheus import Metrics
+from kvledger.server.served import Served
+
+MIB = 1 << 20
+Progress = Callable[[str], None]
+Loader = Callable[[Progress], tuple[Served, Engine]]  # slow: fetches, reads, compiles; tells how far it is
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the operator decides about the HTTP side. CLI defaults are read from here."""
+
+    api_keys: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * MIB
+    max_queue: int | None = None
+    max_num_seqs: int = 64
+    request_timeout_s: float | None = None
+    restart: bool = False
+    log_json: bool = False
+    log_prompts: bool = False
+    quiet: bool = False
+
+
+@dataclass(slots=True)
+class ServerState:
+    """One server's state. `on_end` is called in the event loop when the engine has ended for good."""
+
+    settings: Settings
+    load: Loader
+    on_end: Callable[[BaseException | None], None] = lambda error: None
+    log: Log = field(init=False)
+    link: EngineThread = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+    num_http_open: int = 0
+    _served: Served | None = None
+    _observer: Observer | None = None
+
+    def __post_init__(self) -> None:
+        s = self.settings
+        self.log = (lambda event, **fields: None) if s.quiet else make_log(s.log_json)
+        self.link = EngineThread(
+            self._build, max_queue=s.max_queue, max_num_seqs=s.max_num_seqs, restart=s.restart, on_end=self.on_end
+        )
+        self.link.listeners.append(self)
+
+    def _build(self, progress: Progress) -> Engine:
+        """Runs in the engine's thread; counters survive a restart."""
+        served, engine = self.load(progress)
+        if self._observer is None:
+            self._observer = Observer(Metrics(served.name, served.max_model_len, served.cache_info))
+        self._served = served
+        return engine
+
+    def stepped(self, report: StepReport, events: Sequence[Event]) -> None:
+        """Passed on to the metrics."""
+        if self._observer is not None:
+            self._observer.stepped(report, events)
+
+    def died(self) -> None:
+        """Passed on to the metrics."""
+        if self._observer is not None:
+            self._observer.died()
+
+    @property
+    def served(self) -> Served:
+        """The model. Raises NotReady while it loads, EngineDead when the engine is gone."""
+        self.link.check_ready()
+        if self._served is None:
+            raise NotReady("the engine is not ready: loading")
+        return self._served
+
+    @property
+    def observer(self) -> Observer:
+        """Metrics. Raises NotReady before the model is known."""
+        if self._observer is None:
+            raise NotReady("there are no metrics before the model is loaded")
+        return self._observer
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """The metrics, gauges brought up to date; None before the model is known."""
+        if self._observer is None:
+            return None
+        if self.link.engine is not None:
+            self._observer.measure(self.link.engine.scheduler)
+        return self._observer.metrics
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.link.state is State.READY

@@ -1,0 +1,240 @@
+"""A server whose model is a script: the real scheduler, engine and HTTP side over an executor that reads its lines.
+
+The last word of a prompt says what is answered, see `Script`. Tokens are bytes, so every text can be said and every
+character of several bytes arrives in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from kvledger.engine import Engine
+from kvledger.errors import BadRequest
+from kvledger.plan.pool import PoolPlan
+from kvledger.sched.scheduler import Scheduler
+from kvledger.sched.sequence import Sequence
+from kvledger.sched.step import Sample, Step, StepResult
+from kvledger.server.run import HttpServer, bind
+from kvledger.server.served import ConstraintSpec, Served
+from kvledger.server.state import Settings
+from kvledger.server.text_stream import TokenStream
+from kvledger.spec.config import SchedulerConfig
+from kvledger.spec.kv import FullKV, KVLayout, KVStorage
+
+EOS, START, END = 256, 257, 258
+VOCAB = 259
+NAMES = {EOS: b"<|endoftext|>", START: b"<|im_start|>", END: b"<|im_end|>"}
+
+
+class ByteTokenizer:
+    """A token is a byte, or one of three marks."""
+
+    eos_token_ids = (EOS, END)
+
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        ids: list[int] = []
+        for part in re.split(r"(<\|endoftext\|>|<\|im_start\|>|<\|im_end\|>)", text):
+            marks = [i for i, name in NAMES.items() if name.decode() == part]
+            ids += marks or part.encode()
+        return ids
+
+    def decode(self, ids: Any, skip_special: bool = True) -> str:
+        return b"".join(self.token_bytes(i) for i in ids if not (skip_special and i > 255)).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return NAMES[token_id] if token_id > 255 else bytes([token_id])
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id > 255
+
+
+TOKENIZER = ByteTokenizer()
+
+
+class Death(BaseException):
+    """What no engine survives."""
+
+
+@dataclass
+class Script:
+    """Reads its lines from the prompt: `say:TEXT` is answered TEXT, `count:N` N letters, `poison` raises,
+    `die` kills the engine; anything else is answered `Paris.`. A step takes `step_s`."""
+
+    step_s: float = 0.0
+    gate: threading.Event = field(default_factory=threading.Event)  # steps wait until it is set
+
+    def line(self, seq: Sequence) -> bytes:
+        prompt = TOKENIZER.decode(seq.token_ids[: seq.num_prompt_tokens], skip_special=False)
+        said = re.findall(r"say:(.*?)(?:<\|im_end\|>|$)", prompt, re.S)
+        if said:
+            return said[-1].encode()
+        counted = re.findall(r"count:(\d+)", prompt)
+        return b"a" * int(counted[-1]) if counted else b"Paris."
+
+    def next_token(self, seq: Sequence) -> int:
+        line, position = self.line(seq), seq.num_output_tokens
+        wanted = line[position] if position < len(line) else EOS
+        mask = seq.constraint.mask() if seq.constraint is not None else None
+        if mask is None or mask[wanted // 8] >> wanted % 8 & 1:
+            return wanted
+        return next(i for i in range(VOCAB) if mask[i // 8] >> i % 8 & 1)
+
+
+class ScriptedExecutor:
+    """Says what the script says; logprobs are −0.5 for what is said and −2 for everything else."""
+
+    def __init__(self, pool: PoolPlan, script: Script) -> None:
+        self.num_blocks, self.kv_bytes, self.script = pool.num_blocks, pool.pool_bytes, script
+
+    def run(self, step: Step) -> StepResult:
+        self.script.gate.wait()
+        time.sleep(self.script.step_s)
+        samples, scores = {}, {}
+        for chunk in step.chunks:
+            prompt = TOKENIZER.decode(chunk.seq.token_ids)
+            if "poison" in prompt:
+                raise ValueError("this prompt cannot be computed")
+            if "die" in prompt:
+                raise Death("killed by the script")
+            if chunk.samples:
+                samples[chunk.seq.seq_id] = self._sample(self.script.next_token(chunk.seq), chunk.seq.params.logprobs)
+            if chunk.seq.params.prompt_logprobs is not None:
+                scores[chunk.seq.seq_id] = tuple(
+                    self._sample(i, chunk.seq.params.prompt_logprobs)
+                    for i in chunk.seq.token_ids[chunk.start + 1 : chunk.start + chunk.num_tokens + 1]
+                )[: chunk.seq.num_prompt_tokens - 1 - chunk.start]
+        return StepResult(samples, self.script.step_s, scores)
+
+    def _sample(self, token_id: int, num_top: int | None) -> Sample:
+        top = ((token_id, -0.5), *((i, -2.0) for i in range(97, 97 + (num_top or 0)) if i != token_id))
+        return Sample(token_id, -0.5, 1, top[: num_top or 0])
+
+    def close(self) -> None: ...
+
+
+def render(messages: list[dict[str, Any]], **given: Any) -> str:
+    if any(m["role"] == "broken" for m in messages):
+        raise BadRequest("the template refuses role 'broken'", "messages")
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return text + ("<|im_start|>assistant\n" if given.get("add_generation_prompt", True) else "")
+
+
+def compile_constraint(spec: ConstraintSpec) -> Any:
+    from kvledger.text.structured import compile_constraint as compile_real
+
+    return compile_real(spec, TOKENIZER)
+
+
+def tiny_pool(num_blocks: int = 64, block_size: int = 16) -> PoolPlan:
+    layout = KVLayout.of([FullKV(1, 8, 8)] * 2, KVStorage.of("bf16"), block_size)
+    return PoolPlan(layout, num_blocks * layout.block_bytes, num_blocks, "given by the test")
+
+
+def scripted(script: Script, pool: PoolPlan, max_model_len: int = 512, **sched: Any) -> Callable[[Any], Any]:
+    """A loader for `HttpServer`."""
+
+    def load(progress: Callable[[str], None]) -> tuple[Served, Engine]:
+        progress("reading the script")
+        scheduler = Scheduler(pool, SchedulerConfig(**sched), max_model_len, vocab_size=VOCAB)
+        served = Served(
+            names=("script", "script-alias"),
+            max_model_len=max_model_len,
+            vocab_size=VOCAB,
+            tokenizer=TOKENIZER,
+            token_text=lambda i: (TOKENIZER.token_bytes(i).decode("utf-8", "replace"), TOKENIZER.token_bytes(i)),
+            render=render,
+            open_stream=lambda params: TokenStream(TOKENIZER, params),  # type: ignore[arg-type]
+            compile_constraint=compile_constraint,
+            eos_token_ids=TOKENIZER.eos_token_ids,
+            cache_info={"block_size": pool.layout.block_size, "num_gpu_blocks": pool.num_blocks},
+        )
+        return served, Engine(scheduler, ScriptedExecutor(pool, script))
+
+    return load
+
+
+@dataclass
+class Running:
+    """A server in a thread. `check` recounts every block in the engine's own thread."""
+
+    server: HttpServer
+    script: Script
+    url: str
+    http: httpx.Client
+
+    @property
+    def scheduler(self) -> Scheduler:
+        engine = self.server.state.link.engine
+        assert engine is not None
+        return engine.scheduler
+
+    def wait_idle(self, seconds: float = 10.0) -> None:
+        """Until the engine has nothing left, then recount."""
+        end = time.monotonic() + seconds
+        while self.scheduler.has_work or self.server.state.link.num_open:
+            assert time.monotonic() < end, "the engine did not come to rest"
+            time.sleep(0.005)
+        self.scheduler.check()
+        assert self.scheduler.pool.num_used == 0, "blocks were not given back"
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def chat(self, say: str, **fields: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", messages=[{"role": "user", "content": say}], **fields)
+
+    def events(self, path: str, **body: Any) -> list[Any]:
+        """The events of a stream, in order; `[DONE]` as text."""
+        text = self.post(path, stream=True, **body).text
+        return [read_event(e) for e in text.split("\n\n") if e.startswith(("data:", "event:"))]
+
+
+def read_event(text: str) -> Any:
+    data = text.split("data: ", 1)[1]
+    return data if data == "[DONE]" else json.loads(data)
+
+
+@contextmanager
+def running(
+    script: Script | None = None, settings: Settings | None = None, pool: PoolPlan | None = None,
+    load: Callable[[Any], Any] | None = None, wait: bool = True, **sched: Any,
+) -> Iterator[Running]:  # fmt: skip
+    """A server on a free port; its gate is open unless the script brought a closed one and `wait` is False."""
+    script = script or Script()
+    if wait:
+        script.gate.set()
+    sock = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    load = load or scripted(script, pool or tiny_pool(), **sched)
+    server = HttpServer(settings or Settings(quiet=True), load, sock, drain_s=2)
+    thread = threading.Thread(target=server.serve_until_done)
+    thread.start()
+    with httpx.Client(base_url=url, timeout=20) as http:
+        try:
+            end = time.monotonic() + 10
+            while not server.started or (wait and http.get("/health").status_code != 200):
+                assert time.monotonic() < end, "the server did not start"
+                time.sleep(0.01)
+            yield Running(server, script, url, http)
+        finally:
+            script.gate.set()
+            server.should_exit = True
+            thread.join(15)
+            assert not thread.is_alive(), "the server did not stop"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    """One scripted server for a whole module."""
+    with running() as found:
+        yield found
