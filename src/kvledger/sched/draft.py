@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from kvledger.sched.sequence import Sequence
 from kvledger.sched.step import Chunk, Step
 from kvledger.spec.config import SchedulerConfig
@@ -20,6 +23,18 @@ class Draft:
         self._placed: dict[int, tuple[Chunk, Moves]] = {}
         self._has_whole = False
         self.has_preempted = False
+
+    @contextmanager
+    def only_share(self) -> Iterator[None]:
+        """Inside, only a quarter of the tokens left may be given out: what a long prompt leaves to shorter ones."""
+        kept = self.tokens_left - self.tokens_left // 4
+        self.tokens_left -= kept
+        yield
+        self.tokens_left += kept
+
+    def has(self, seq: Sequence) -> bool:
+        """The sequence has its part of the step."""
+        return seq.seq_id in self._placed
 
     @property
     def is_full(self) -> bool:
@@ -44,10 +59,6 @@ class Draft:
         self._has_whole |= num_tokens > 1
         self.tokens_left -= num_tokens
         self.seats_left -= 1
-
-    def copies_of(self, seq: Sequence) -> Moves:
-        """Copies that the sequence's chunk waits for."""
-        return self._placed[seq.seq_id][1] if seq.seq_id in self._placed else []
 
     def preempt(self, seq: Sequence) -> None:
         """The sequence loses its blocks: it is not computed after all, and its budget is free again."""

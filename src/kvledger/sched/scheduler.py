@@ -50,9 +50,7 @@ class Scheduler:
         self.prefix = PrefixCache(self.pool, pool.layout.groups, prefix_caching)
         self.waiting = SequenceList(config.queueing)
         self.running = SequenceList(config.queueing)
-        self._parked: list[
-            tuple[Sequence, list[Finished]]
-        ] = []  # ended members of a static batch
+        self._parked: list[tuple[Sequence, list[Finished]]] = []  # ended members of a static batch
         self._requests: dict[str, list[Sequence]] = {}
         self._events: list[Event] = []
         self._num_arrivals = self._num_sequences = 0
@@ -123,11 +121,21 @@ class Scheduler:
                 prompts.append(seq)
             else:
                 self._place(seq, draft)
-        for seq in prompts:
-            self._place(seq, draft)
-        if joins and not draft.has_preempted:
+        self._place_prompts(prompts, draft)
+        if joins:
             self._admit(draft)
         return draft.step()
+
+    def _place_prompts(self, prompts: list[Sequence], draft: Draft) -> None:
+        """Begun prompts in order; one longer than the step first leaves a share of the budget to those behind it."""
+        if self.policy.chunks and prompts and prompts[0].num_uncomputed > draft.tokens_left:
+            with draft.only_share():
+                for seq in prompts[1:]:
+                    self._place(seq, draft)
+                self._admit(draft)
+        for seq in prompts:
+            if not draft.has(seq):
+                self._place(seq, draft)
 
     def _place(self, seq: Sequence, draft: Draft) -> None:
         """Give the sequence its part of the step, if budget and blocks allow."""
@@ -154,7 +162,7 @@ class Scheduler:
         return min(room, wanted)
 
     def _last_resort(self, seq: Sequence, room: int) -> int:
-        """Alone in the pool and still short: cut the prompt whatever the policy says, or the sequence has outgrown it."""
+        """Alone in the pool and still short: cut the prompt, whatever the policy; or the sequence has outgrown it."""
         if room < 1:
             self._end(seq, "length")
         return max(0, room)
@@ -185,7 +193,9 @@ class Scheduler:
 
     def _admit(self, draft: Draft) -> None:
         """Start waiting sequences in order until one does not fit. A static batch ignores the token budget here."""
-        promised = self._promised() if len(self.waiting) else 0
+        if draft.has_preempted or not len(self.waiting):
+            return
+        promised = self._promised()
         while (seq := self._next_waiting()) is not None and self._has_seat(seq, draft):
             match = self._match(seq)
             if self._fits(seq, match, promised):
