@@ -25,11 +25,12 @@ from kvledger.sched.scheduler import Scheduler
 from kvledger.sched.sequence import Sequence
 from kvledger.sched.step import Sample, Step, StepResult
 from kvledger.server.run import HttpServer, bind
-from kvledger.server.served import ConstraintSpec, Served
+from kvledger.server.served import Served
 from kvledger.server.state import Settings
 from kvledger.server.text_stream import TokenStream
 from kvledger.spec.config import SchedulerConfig
 from kvledger.spec.kv import FullKV, KVLayout, KVStorage
+from kvledger.text.structured import GrammarCompiler
 
 EOS, START, END = 256, 257, 258
 VOCAB = 259
@@ -40,8 +41,15 @@ class ByteTokenizer:
     """A token is a byte, or one of three marks."""
 
     eos_token_ids = (EOS, END)
+    special_ids = frozenset(NAMES)
+    bos_token_id = None
+    vocab_size = VOCAB
 
-    def encode(self, text: str, add_special: bool = False) -> list[int]:
+    @property
+    def pieces(self) -> list[bytes]:
+        return [self.token_bytes(i) for i in range(VOCAB)]
+
+    def encode(self, text: str, add_special: bool = False, parse_special: bool = True) -> list[int]:
         ids: list[int] = []
         for part in re.split(r"(<\|endoftext\|>|<\|im_start\|>|<\|im_end\|>)", text):
             marks = [i for i, name in NAMES.items() if name.decode() == part]
@@ -129,12 +137,6 @@ def render(messages: list[dict[str, Any]], **given: Any) -> str:
     return text + ("<|im_start|>assistant\n" if given.get("add_generation_prompt", True) else "")
 
 
-def compile_constraint(spec: ConstraintSpec) -> Any:
-    from kvledger.text.structured import compile_constraint as compile_real
-
-    return compile_real(spec, TOKENIZER)
-
-
 def tiny_pool(num_blocks: int = 64, block_size: int = 16) -> PoolPlan:
     layout = KVLayout.of([FullKV(1, 8, 8)] * 2, KVStorage.of("bf16"), block_size)
     return PoolPlan(layout, num_blocks * layout.block_bytes, num_blocks, "given by the test")
@@ -154,7 +156,7 @@ def scripted(script: Script, pool: PoolPlan, max_model_len: int = 512, **sched: 
             token_text=lambda i: (TOKENIZER.token_bytes(i).decode("utf-8", "replace"), TOKENIZER.token_bytes(i)),
             render=render,
             open_stream=lambda params: TokenStream(TOKENIZER, params),  # type: ignore[arg-type]
-            compile_constraint=compile_constraint,
+            compile_constraint=GrammarCompiler(TOKENIZER).compile,  # type: ignore[arg-type]
             eos_token_ids=TOKENIZER.eos_token_ids,
             cache_info={"block_size": pool.layout.block_size, "num_gpu_blocks": pool.num_blocks},
         )

@@ -96,9 +96,9 @@ async def completion(http: HttpRequest, state: ServerState) -> Response:
     return await respond(http, state, job)
 
 
-async def compile_constraint(spec: Any, served: Served) -> Constraint | None:
+async def compile_constraint(spec: prompts.ConstraintSpec | None, served: Served) -> Constraint | None:
     """Compile off the event loop: a large schema must not hold up the others."""
-    return None if spec is None else await asyncio.to_thread(served.compile_constraint, spec)
+    return None if spec is None else await asyncio.to_thread(served.compile_constraint, spec.kind, spec.value)
 
 
 def make_job(

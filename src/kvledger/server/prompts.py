@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvledger.errors import BadRequest, ContextTooLong, UnknownName
 from kvledger.sched.sequence import Request
 from kvledger.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, Message, Sampling
-from kvledger.server.served import ConstraintSpec, Served
+from kvledger.server.served import Served
 from kvledger.server.tools import ToolPlan, auto_grammar, forced_schema, instructions
 from kvledger.spec.sampling import Constraint, SamplingParams
 
@@ -20,6 +21,14 @@ MAX_SCHEMA_NODES, MAX_SCHEMA_DEPTH = 4096, 64
 MAX_GRAMMAR_CHARS = 65_536
 _BANNED = -100.0
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintSpec:
+    """What an answer's text must match. `kind`: json (a schema), json_object, regex, choice or grammar."""
+
+    kind: str
+    value: Any
 
 
 def check_model(name: str | None, served: Served) -> None:
@@ -207,17 +216,17 @@ def _format_spec(body: Sampling) -> list[ConstraintSpec]:
     if wanted is None or wanted.type == "text":
         return []
     if wanted.type == "json_object":
-        return [ConstraintSpec("json_object")]
+        return [ConstraintSpec("json_object", True)]
     schema = wanted.json_schema.json_schema if wanted.json_schema else None
     if schema is None:
         raise BadRequest("response_format of type json_schema needs json_schema.schema", "response_format")
-    return [ConstraintSpec("json_schema", schema)]
+    return [ConstraintSpec("json", schema)]
 
 
 def _structured_specs(body: Sampling) -> list[ConstraintSpec]:
     more = body.structured_outputs
     asked = (
-        ("json_schema", body.guided_json if body.guided_json is not None else (more and more.json_)),
+        ("json", body.guided_json if body.guided_json is not None else (more and more.json_)),
         ("regex", body.guided_regex or (more and more.regex)),
         ("choice", body.guided_choice or (more and more.choice)),
         ("grammar", body.guided_grammar or (more and more.grammar)),
@@ -231,7 +240,7 @@ def _tool_specs(plan: ToolPlan | None) -> list[ConstraintSpec]:
         return []
     if plan.mode == "auto":
         return [ConstraintSpec("grammar", auto_grammar(plan))]
-    return [ConstraintSpec("json_schema", forced_schema(plan))]
+    return [ConstraintSpec("json", forced_schema(plan))]
 
 
 def check_complexity(spec: ConstraintSpec) -> None:

@@ -32,19 +32,12 @@ class TextStream(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ConstraintSpec:
-    """What an answer's text must match. `kind`: json_schema, json_object, regex, choice, grammar; `value` says it."""
-
-    kind: str
-    value: Any = None
-
-
-@dataclass(frozen=True, slots=True)
 class Served:
     """A loaded model as the routes see it.
 
     `token_text` gives a token's (text, bytes); `render` makes a prompt of chat messages (keywords as in Hugging Face
     templates) and raises BadRequest when the template refuses; `knows_tools` says whether the template lists tools.
+    `compile_constraint` takes a kind (json, json_object, regex, choice, grammar) and what it must match.
     """
 
     names: tuple[str, ...]
@@ -54,7 +47,7 @@ class Served:
     token_text: Callable[[int], tuple[str, bytes]]
     render: Callable[..., str]
     open_stream: Callable[[SamplingParams], TextStream]
-    compile_constraint: Callable[[ConstraintSpec], Constraint]
+    compile_constraint: Callable[[str, Any], Constraint]
     eos_token_ids: tuple[int, ...] = ()
     knows_tools: bool = False
     defaults: Mapping[str, float] = field(default_factory=dict)  # sampling the model's makers recommend

@@ -98,6 +98,7 @@ class ServerState:
             return None
         if self.link.engine is not None:
             self._observer.measure(self.link.engine.scheduler)
+        self._observer.metrics.counters["kvledger:engine_restarts"][()] = float(self.link.num_restarts)
         return self._observer.metrics
 
     @property
