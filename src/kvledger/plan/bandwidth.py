@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvledger.errors import ConfigError
 from kvledger.plan.explain import Basis, Figure, Input, derive, given
 from kvledger.plan.ledger import Cell, Ledger, Table
+from kvledger.plan.roofline import StepCost
 from kvledger.plan.timing import Timing
 from kvledger.spec.device import DeviceSpec
 
@@ -103,22 +104,26 @@ def _step_cells(timing: Timing, batch: int, context: int) -> tuple[Cell, ...]:
 
 def step_figures(timing: Timing, batch: int, context: int, tag: str = "") -> tuple[Figure, Figure]:
     """(seconds, tokens/s) of a decode step with KV, experts and exchange."""
-    cost = timing.decode(batch, context)
+    cost, micro = timing.decode(batch, context), -(-batch // timing.pp)
+    step = timed_figure(timing, cost, micro, f"step_time_s{tag}", f"decode step, batch {batch}")
+    rate = derive(f"step_rate{tag}", "tokens/s", "B ÷ t", Input("B", batch, "requests"), step.as_input("t"),
+                  label=f"decode rate, batch {batch}")  # fmt: skip
+    return step, rate
+
+
+def timed_figure(timing: Timing, cost: StepCost, num_tokens: int, name: str, label: str) -> Figure:
+    """Seconds of a step of `num_tokens` that costs `cost`: the larger of two times, and exchange."""
     bandwidth_in, peak = device_inputs(timing.device, timing.roofline.compute_dtype)
     inputs = (
         Input("W", cost.weight_bytes, "B", "weights read, per device"),
         Input("K", cost.kv_bytes, "B", "KV read and written, per device"),
         Input("F", cost.flops, "FLOP", "products and attention, all ranks"), bandwidth_in, peak,
         Input("tp", timing.tp, "devices"), Input("e", timing.efficiency, "", "share of peak and bandwidth reached"),
-        Input("x", timing.exchange_s(-(-batch // timing.pp)), "s", "exchange between ranks"),
+        Input("x", timing.exchange_s(num_tokens), "s", "exchange between ranks"),
     )  # fmt: skip
     formula = "max((W + K) ÷ (BW × e), F ÷ (P × tp × e)) + x"
-    step = Figure(
-        f"step_time_s{tag}", cost.seconds, "s", formula, inputs, _ROOFLINE, label=f"decode step, batch {batch}"
-    )
-    rate = derive(f"step_rate{tag}", "tokens/s", "B ÷ t", Input("B", batch, "requests"), step.as_input("t"),
-                  label=f"decode rate, batch {batch}")  # fmt: skip
-    return step, rate
+    note = f"bound by {cost.bound}"
+    return Figure(name, cost.seconds, "s", formula, inputs, _ROOFLINE, label=label, note=note)
 
 
 def turning_point(timing: Timing, context: int, most: int = 1 << 16) -> tuple[Figure, ...]:

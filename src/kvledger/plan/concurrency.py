@@ -13,6 +13,7 @@ from kvledger.errors import ConfigError, DoesNotFit
 from kvledger.plan.explain import Figure, Input, derive, evaluate
 from kvledger.plan.ledger import Cell, Ledger, Table
 from kvledger.plan.memory import CONTEXTS, request_figure, token_figure
+from kvledger.plan.workload import growth_blocks
 from kvledger.spec.kv import KVLayout
 from kvledger.units import GB, GIB, format_bytes
 
@@ -87,20 +88,37 @@ def concurrency(
     )
 
 
-def pool_requests(pools: Sequence[Blocks], context: int, name: str = "") -> Figure:
-    """Requests of `context` tokens side by side in an engine's pools; the scarcest pool decides."""
+def pool_requests(
+    pools: Sequence[Blocks], context: int, prefix: int = 0, hit_rate: float = 1.0, name: str = ""
+) -> Figure:
+    """Requests of `context` tokens side by side in an engine's pools; the scarcest pool decides.
+
+    The first `prefix` tokens are kept once for the share `hit_rate` of the requests that start with them.
+    """
     inputs, terms = [], []
     for index, pool in enumerate(pools):
         tag = f"_{index}" if len(pools) > 1 else ""
+        need, shared = max(1, pool.blocks_for(context)), min(growth_blocks(pool.blocks_for, prefix), pool.num_blocks)
         inputs += [
             Input(f"B{tag}", pool.num_blocks, "blocks", "blocks of the pool"),
-            Input(f"N{tag}", max(1, pool.blocks_for(context)), "blocks", f"one request of {context:,} tokens, at most"),
+            Input(f"N{tag}", need, "blocks", f"one request of {context:,} tokens, at most"),
         ]
-        terms.append(f"B{tag} // N{tag}")
+        if shared:
+            inputs += [Input(f"Q{tag}", shared, "blocks", f"shared prefix of {prefix:,} tokens, kept once"),
+                       Input(f"h{tag}", hit_rate, "", "share of requests that hit it")]  # fmt: skip
+            terms.append(f"floor((B{tag} − Q{tag}) ÷ max(1, N{tag} − h{tag} × Q{tag}))")
+        else:
+            terms.append(f"B{tag} // N{tag}")
     formula = terms[0] if len(terms) == 1 else f"min({', '.join(terms)})"
     value = evaluate(formula, {i.name: i.value for i in inputs})
-    return Figure(name or f"requests_{context}", value, "requests", formula, tuple(inputs), "whole blocks, as "
-                  "engines hand them out", label=f"requests at {context:,} tokens")  # fmt: skip
+    source = "whole blocks, as engines hand them out"
+    label = f"requests at {context:,} tokens"
+    return Figure(name or f"requests_{context}", value, "requests", formula, tuple(inputs), source, label=label)
+
+
+def requests_in(pools: Sequence[Blocks], context: int, prefix: int = 0, hit_rate: float = 1.0) -> int:
+    """The value of `pool_requests` alone."""
+    return int(pool_requests(pools, context, prefix, hit_rate).value)
 
 
 def request_cost(pool: Blocks, block_bytes: int, unit: int = 4096) -> tuple[Figure, Figure]:

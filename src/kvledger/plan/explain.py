@@ -118,7 +118,8 @@ def given(
     name: str, value: Number, unit: str = "", source: str = "", basis: Basis = "given", label: str = ""
 ) -> Figure:
     """A figure that is an input: its formula is itself."""
-    return Figure(name, value, unit, plain(value), (), source, basis, label)
+    text = plain(value) if value == int(value) else repr(value)
+    return Figure(name, value, unit, text, (), source, basis, label)
 
 
 def derive(

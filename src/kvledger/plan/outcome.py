@@ -1,0 +1,225 @@
+"""The answer to a `Query` in bare numbers: memory, blocks, requests, speed. What plans, levers and the search share.
+
+Memory follows the engine's profile, or for kvledger on this machine the very function that builds its pool. Figures
+with their accounts are made of this in `plan.planner`; nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvledger.data.devices import LOCAL
+from kvledger.data.host import host_memory
+from kvledger.errors import DoesNotFit
+from kvledger.plan.concurrency import Blocks, requests_in
+from kvledger.plan.cost import cost_per_million
+from kvledger.plan.pool import RUNTIME_BYTES, local_pool, weights_in_memory
+from kvledger.plan.profiles.base import Allocation, Band, Term, get_profile
+from kvledger.plan.profiles.vllm import pipeline_stages
+from kvledger.plan.query import Query, check
+from kvledger.plan.timing import Speed, Timing, speed
+from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
+from kvledger.spec.kv import KVLayout, KVStorage
+from kvledger.units import format_bytes
+
+MOST_SEQS = 256  # requests timed together where neither the person nor the engine's default says
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One device's memory: `terms` taken off `budget_bytes`, the rest in `pools`; as the engine would say it."""
+
+    total_bytes: int
+    budget_bytes: int
+    terms: tuple[Term, ...]
+    available: Band
+    pools: tuple[Blocks, ...]
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    pool_bytes: int
+    kv_tokens: int
+    max_concurrency: float
+    max_num_seqs: int
+    lines: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of weights on this device."""
+        return sum(t.size.mid for t in self.terms if t.name == "weights")
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What neither weights nor KV take."""
+        return sum(t.size.mid for t in self.terms if t.name != "weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A query answered. `requests` and `speed` are one replica's."""
+
+    query: Query
+    memory: Memory
+    timing: Timing
+    requests: int
+    speed: Speed
+    warnings: tuple[str, ...]
+
+    @property
+    def rank_layout(self) -> KVLayout:
+        """The KV layout of the device that keeps most: of one TP rank, of the pipeline stage with the most bytes."""
+        query = self.query
+        if query.pp == 1:
+            return self.timing.layout
+        specs = [None if x.cache is None else x.cache.shard(query.tp) for x in query.model.layers]
+        storage, size = KVStorage.of(kv_dtype_of(query)), self.timing.layout.block_size
+        stages = [specs[r.start : r.stop] for r in pipeline_stages(query.model.num_layers, query.pp)]
+        layouts = [KVLayout.of(stage, storage, size) for stage in stages if any(stage)]
+        return max(layouts, key=lambda layout: layout.bytes_for(query.context))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second of all replicas."""
+        return self.query.dp * self.speed.tokens_per_s
+
+    @property
+    def total_requests(self) -> int:
+        """Requests of all replicas."""
+        return self.query.dp * self.requests
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Dollars per hour of all devices."""
+        query = self.query
+        price = query.price_per_hour if query.price_per_hour is not None else query.device.price_per_hour
+        return None if price is None else price * query.num_devices
+
+    @property
+    def cost_per_million(self) -> float | None:
+        """Dollars per million output tokens."""
+        price = self.price_per_hour
+        return None if price is None else cost_per_million(price, 1, self.tokens_per_s)
+
+
+def is_local(query: Query) -> bool:
+    """Whether the plan is for kvledger's own engine on this machine."""
+    return query.device.name == LOCAL and query.engine == "kvledger"
+
+
+def memory_of(query: Query) -> Memory:
+    """The device's memory as the engine would divide it. Raises DoesNotFit, ConfigError, UnknownName."""
+    if is_local(query):
+        return _local_memory(query)
+    profile = get_profile(query.engine, query.engine_version)
+    return _of_allocation(profile.allocate(query.model, query.device, query.setup()), query)
+
+
+def _of_allocation(found: Allocation, query: Query) -> Memory:
+    return Memory(
+        total_bytes=found.total_bytes,
+        budget_bytes=found.budget_bytes,
+        terms=found.terms,
+        available=found.available,
+        pools=found.pools,
+        num_blocks=found.num_blocks,
+        block_size=found.block_size,
+        block_bytes=found.block_bytes,
+        pool_bytes=found.kv_bytes,
+        kv_tokens=found.kv_tokens,
+        max_concurrency=found.max_concurrency,
+        max_num_seqs=query.max_num_seqs or MOST_SEQS,
+        lines=found.lines,
+        reasons=found.reasons,
+    )
+
+
+def engine_config(query: Query) -> EngineConfig:
+    """What `kvledger serve` would be told for this query."""
+    cache, sched = CacheConfig(), SchedulerConfig()
+    dtype = cache.kv_dtype if query.kv_dtype == "auto" else query.kv_dtype
+    return EngineConfig(
+        cache=CacheConfig(query.block_size or cache.block_size, dtype, query.kv_memory_bytes),
+        sched=SchedulerConfig(
+            query.max_num_batched_tokens or sched.max_num_batched_tokens, query.max_num_seqs or sched.max_num_seqs
+        ),
+    )
+
+
+def _local_memory(query: Query) -> Memory:
+    config, (total, available) = engine_config(query), host_memory()
+    pool = local_pool(query.model, config, total, available)
+    weights = Term("weights", Band.exactly(weights_in_memory(query.model)), "computed", "as the file stores them")
+    runtime = Term("run time", Band.exactly(RUNTIME_BYTES), "assumed", "interpreter, kernels, buffers: the bound kept")
+    return Memory(
+        total_bytes=total,
+        budget_bytes=total,
+        terms=(weights, runtime),
+        available=Band.exactly(pool.budget_bytes),
+        pools=(pool,),
+        num_blocks=pool.num_blocks,
+        block_size=pool.layout.block_size,
+        block_bytes=pool.layout.block_bytes,
+        pool_bytes=pool.pool_bytes,
+        kv_tokens=pool.kv_tokens,
+        max_concurrency=pool.num_blocks / max(1, pool.layout.blocks_for(query.context)),
+        max_num_seqs=config.sched.max_num_seqs,
+        reasons=(f"KV memory: {pool.reason}",),
+    )
+
+
+def evaluate(query: Query, memory: Memory | None = None) -> Outcome:
+    """Answer `query`; `memory` is taken from a caller that has it already.
+
+    Raises ConfigError for what cannot be meant, DoesNotFit where weights or one request find no room.
+    """
+    warnings = check(query)
+    memory = memory or memory_of(query)
+    requests = requests_in(memory.pools, query.context, query.prefix, query.hit_rate)
+    if requests < 1:
+        raise too_long(query, memory)
+    timing = timing_of(query, memory)
+    batch = query.batch or min(requests, memory.max_num_seqs)
+    if batch > requests:
+        warnings += (f"a batch of {batch:,} does not fit: {requests:,} requests of {query.context:,} tokens do",)
+    return Outcome(
+        query, memory, timing, requests, speed(timing, batch, query.context, query.output, query.cached), warnings
+    )
+
+
+def timing_of(query: Query, memory: Memory) -> Timing:
+    """Step times of one replica of `query`."""
+    layout = query.model.kv_layout(kv_dtype_of(query), 16, query.tp)
+    weights = memory.weights_bytes * query.pp
+    return Timing(query.model, query.device, layout, weights, query.scheme, query.tp, query.pp, query.efficiency)
+
+
+def kv_dtype_of(query: Query) -> str:
+    """The KV type meant: `auto` is kvledger's default here, the type of the activations elsewhere."""
+    if is_local(query):
+        return engine_config(query).cache.kv_dtype
+    return query.model.activation_dtype if query.kv_dtype == "auto" else query.kv_dtype
+
+
+def too_long(query: Query, memory: Memory) -> DoesNotFit:
+    """The error that not even one request fits, with what is missing."""
+    pool = memory.pools[0]
+    need = pool.blocks_for(query.context)
+    missing = max(0, need - pool.num_blocks) * memory.block_bytes
+    return DoesNotFit(
+        f"one request of {query.context:,} tokens needs {need:,} blocks of {format_bytes(memory.block_bytes)} and the "
+        f"pool has {pool.num_blocks:,}: {format_bytes(missing)} are missing; "
+        f"the longest that fits is {longest(memory.pools):,} tokens",
+        missing,
+    )
+
+
+def longest(pools: Sequence[Blocks], most: int = 1 << 32) -> int:
+    """Longest single request that `pools` hold (0: none)."""
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = all(p.blocks_for(middle) <= p.num_blocks for p in pools)
+        low, high = (middle, high) if fits else (low, middle)
+    return low

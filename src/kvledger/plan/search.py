@@ -1,0 +1,192 @@
+"""Search: the cheapest devices, spread and number types that meet a target, and what trades price against speed.
+
+Every combination is answered by `plan.outcome` like a single plan, at the batch that the target puts on a replica;
+memory is worked out once per replica shape and shared by all numbers of replicas. Prices decide, so devices without
+a price are left out unless they are asked for by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvledger.data.devices import catalogue, find_device
+from kvledger.errors import ConfigError, KvledgerError
+from kvledger.plan.levers import weight_bits
+from kvledger.plan.outcome import Memory, Outcome, evaluate, memory_of
+from kvledger.plan.planner import make_query
+from kvledger.plan.query import Query
+from kvledger.spec.device import DeviceSpec
+from kvledger.spec.model import ModelSpec
+from kvledger.units import cdiv, parse_count, parse_seconds
+
+TP = (1, 2, 4, 8)
+PP = (1, 2, 4)
+DP = (1, 2, 4, 8, 16)
+WEIGHTS = ("fp8", "awq")
+KV_DTYPES = ("auto", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What must be met: requests at once, their length, and the times a person feels (None: any)."""
+
+    concurrency: int = 1
+    context: int = 8192
+    output: int | None = None
+    prefix: int = 0
+    tpot_s: float | None = None
+    ttft_s: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Target:
+        """`concurrency=64 context=8192 tpot=50ms ttft=1s output=512 prefix=1k` → target. Raises ConfigError."""
+        fields: dict[str, float] = {}
+        for word in text.replace(",", " ").split():
+            key, sign, value = word.partition("=")
+            if key in ("tpot", "ttft") and sign:
+                fields[f"{key}_s"] = parse_seconds(value)
+            elif key in ("concurrency", "context", "output", "prefix") and sign:
+                fields[key] = parse_count(value)
+            else:
+                raise ConfigError(
+                    f"{word!r} is no part of a target; write for example concurrency=64 context=8k tpot=50ms"
+                )
+        if any(value <= 0 for key, value in fields.items() if key != "prefix"):
+            raise ConfigError(f"every part of a target must be above 0: {text!r}")
+        return Target(**fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One combination and how it stands to the target; `misses` are empty where it meets it."""
+
+    outcome: Outcome
+    misses: tuple[str, ...]
+
+    @property
+    def query(self) -> Query:
+        return self.outcome.query
+
+    @property
+    def price_per_hour(self) -> float:
+        """Dollars per hour of all devices; infinite where unknown, so that it never wins."""
+        price = self.outcome.price_per_hour
+        return float("inf") if price is None else price
+
+    @property
+    def rank(self) -> tuple[float, int, float, float]:
+        """Cheapest first; among equals fewer devices, then the least change to the numbers, then speed."""
+        bits = weight_bits(self.query.scheme) + (16 if self.query.kv_dtype == "auto" else 8)
+        return (self.price_per_hour, self.query.num_devices, -bits, self.outcome.speed.tpot_sustained_s)
+
+    @property
+    def name(self) -> str:
+        """`4 × h100-sxm, TP 2 × DP 2, fp8 weights, fp8 KV`."""
+        query = self.query
+        spread = " × ".join(f"{n} {v}" for n, v in (("TP", query.tp), ("PP", query.pp), ("DP", query.dp)) if v > 1)
+        kv = "" if query.kv_dtype == "auto" else f", {query.kv_dtype} KV"
+        return f"{query.num_devices} × {query.device.name}{', ' + spread if spread else ''}, {query.scheme} weights{kv}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search saw: `meeting` cheapest first, `near` those that missed least, the Pareto `front`."""
+
+    target: Target
+    num_tried: int
+    meeting: tuple[Candidate, ...]
+    near: tuple[Candidate, ...]
+    front: tuple[Candidate, ...]
+
+
+def find(
+    model: ModelSpec,
+    target: Target,
+    devices: Sequence[str] = (),
+    *,
+    engine: str = "vllm",
+    tp: Sequence[int] = TP,
+    pp: Sequence[int] = PP,
+    dp: Sequence[int] = DP,
+    weights: Sequence[str | None] | None = None,
+    kv_dtypes: Sequence[str] = KV_DTYPES,
+) -> Found:
+    """Try every combination. Raises UnknownName for a device, ConfigError where nothing could be tried."""
+    schemes = (
+        weights if weights is not None else (None, *(w for w in WEIGHTS if weight_bits(w) < weight_bits(model.dtype)))
+    )
+    tried, seen = 0, []
+    for base in _shapes(model, target, _devices(devices), engine, tp, pp, schemes, kv_dtypes):
+        memory = _memory(base)
+        tried += len(dp)
+        if memory is not None:
+            seen += [c for count in dp if (c := _candidate(base, memory, target, count)) is not None]
+    if not tried:
+        raise ConfigError("nothing to try: no device, or a context beyond the model's own")
+    meeting = sorted((c for c in seen if not c.misses), key=lambda c: c.rank)
+    near = sorted((c for c in seen if c.misses), key=lambda c: (len(c.misses), *c.rank))
+    return Found(target, tried, tuple(meeting), tuple(near[:10]), pareto(seen))
+
+
+def _devices(names: Sequence[str]) -> list[DeviceSpec]:
+    if names:
+        return [find_device(name) for name in names]
+    return [spec for spec in catalogue().values() if spec.price_per_hour is not None]
+
+
+def _shapes(
+    model: ModelSpec, target: Target, devices: Sequence[DeviceSpec], engine: str, tp: Sequence[int], pp: Sequence[int],
+    schemes: Sequence[str | None], kv_dtypes: Sequence[str],
+) -> Iterator[Query]:  # fmt: skip
+    """Replicas to try; a spread that the model's heads or layers do not allow is passed over."""
+    first = make_query(
+        model, devices[0], context=target.context, output=target.output, prefix=target.prefix, engine=engine
+    )
+    for device in devices:
+        for ranks in tp:
+            for stages in pp:
+                if ranks * stages > 1 and not device.link_bytes_per_s:
+                    continue
+                for scheme in schemes:
+                    for kv_dtype in kv_dtypes:
+                        yield replace(first, device=device, tp=ranks, pp=stages, weights=scheme, kv_dtype=kv_dtype)
+
+
+def _memory(query: Query) -> Memory | None:
+    try:
+        return memory_of(query)
+    except KvledgerError:
+        return None
+
+
+def _candidate(base: Query, memory: Memory, target: Target, dp: int) -> Candidate | None:
+    try:
+        outcome = evaluate(replace(base, dp=dp, batch=cdiv(target.concurrency, dp)), memory)
+    except KvledgerError:
+        return None
+    return Candidate(outcome, misses(outcome, target))
+
+
+def misses(outcome: Outcome, target: Target) -> tuple[str, ...]:
+    """Which parts of `target` the outcome does not meet, each with both figures."""
+    found, speed = [], outcome.speed
+    if outcome.total_requests < target.concurrency:
+        found.append(f"holds {outcome.total_requests} requests, not {target.concurrency}")
+    if target.tpot_s is not None and speed.tpot_sustained_s > target.tpot_s:
+        found.append(f"TPOT {speed.tpot_sustained_s * 1e3:.1f} ms, not {target.tpot_s * 1e3:.1f}")
+    if target.ttft_s is not None and speed.ttft_s > target.ttft_s:
+        found.append(f"TTFT {speed.ttft_s:.2f} s, not {target.ttft_s:.2f}")
+    return tuple(found)
+
+
+def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Those that hold all requests and that no other beats in both price per hour and TPOT, cheapest first."""
+    best, front = float("inf"), []
+    holding = [c for c in candidates if not any(m.startswith("holds") for m in c.misses)]
+    for candidate in sorted(holding, key=lambda c: (c.price_per_hour, c.outcome.speed.tpot_sustained_s)):
+        tpot = candidate.outcome.speed.tpot_sustained_s
+        if tpot < best and candidate.price_per_hour < float("inf"):
+            best = tpot
+            front.append(candidate)
+    return tuple(front)
