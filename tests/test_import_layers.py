@@ -21,6 +21,7 @@ ORDER = [
     {"clock"},
     {"engine"},
     {"metrics"},
+    {"build", "frontend"},
     {"llm"},
     {"simulate"},
     {"bench"},

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvledger.errors import DoesNotFit
-from kvledger.spec.config import EngineConfig
+from kvledger.spec.config import EngineConfig, SchedulerConfig
 from kvledger.spec.kv import KVLayout
 from kvledger.spec.model import ModelSpec
 from kvledger.units import MIB, cdiv, format_bytes
@@ -84,5 +84,16 @@ def local_pool(model: ModelSpec, config: EngineConfig, total_bytes: int, availab
     """
     layout = model.kv_layout(config.cache.kv_dtype, config.cache.block_size)
     if config.cache.kv_memory_bytes is not None:
-        return plan_pool(layout, config.cache.kv_memory_bytes, "given by --kv-memory")
-    return plan_pool(layout, *auto_budget(total_bytes, available_bytes, weights_in_memory(model)))
+        plan = plan_pool(layout, config.cache.kv_memory_bytes, "given by --kv-memory")
+    else:
+        plan = plan_pool(layout, *auto_budget(total_bytes, available_bytes, weights_in_memory(model)))
+    return _capped(plan, config.max_model_len or model.max_context, config.sched)
+
+
+def _capped(plan: PoolPlan, context: int, sched: SchedulerConfig) -> PoolPlan:
+    """No more blocks than the allowed sequences can hold at their full length."""
+    most = sched.max_num_seqs * plan.layout.blocks_for(context, sched.max_num_batched_tokens)
+    if plan.num_blocks <= most:
+        return plan
+    reason = f"{plan.reason}; {sched.max_num_seqs} sequences of {context} tokens can use {most} blocks of it"
+    return replace(plan, num_blocks=most, reason=reason)

@@ -1,0 +1,125 @@
+"""A model's name and a configuration → a running engine with exactly the pool that the plan says.
+
+The only place where weights, executor and scheduler meet. Heavy imports happen inside, so that importing this is cheap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvledger.data.host import host_memory
+from kvledger.engine import Engine
+from kvledger.errors import ConfigError, UnsupportedModel
+from kvledger.plan.pool import PoolPlan, local_pool
+from kvledger.sched.scheduler import Scheduler
+from kvledger.spec.config import EngineConfig
+from kvledger.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from kvledger.exec.base import Executor
+    from kvledger.text.chat import ChatTemplate
+    from kvledger.text.tokenizer import Tokenizer
+    from kvledger.weights.gguf import GGUFFile
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to answer. `template` None: the file has no chat template."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    model: ModelSpec
+    pool: PoolPlan
+    max_model_len: int
+    path: Path
+    metadata: Mapping[str, object]
+
+
+def build_engine(model: str | Path, config: EngineConfig | None = None, progress: Progress | None = None) -> Loaded:
+    """Find (or fetch) the model, plan the pool, load the weights, start the engine.
+
+    `progress` is told in words what is being done. Raises UnknownName, FetchError, DamagedFile, UnsupportedModel,
+    DoesNotFit, ConfigError.
+    """
+    from kvledger.exec.cpu import CpuExecutor
+    from kvledger.spec.from_gguf import model_from_gguf
+    from kvledger.text.chat import ChatTemplate
+    from kvledger.text.tokenizer import Tokenizer
+    from kvledger.weights.gguf import open_gguf
+
+    config, say = config or EngineConfig(), progress or _say_nothing
+    path = _locate(str(model), say)
+    gguf = open_gguf(path)
+    spec = model_from_gguf(gguf.metadata, gguf.facts, str(path))
+    max_model_len = context_of(spec, config)
+    pool = local_pool(spec, config, *host_memory())
+    tokenizer = Tokenizer.from_metadata(gguf.metadata)
+    template = ChatTemplate.from_metadata(gguf.metadata, tokenizer)
+    executor = CpuExecutor(gguf, spec, pool.layout, pool.num_blocks, config.exec, _in_percent(say))
+    engine = assemble(spec, pool, config, executor, namespace=_fingerprint(gguf, pool))
+    return Loaded(engine, tokenizer, template, spec, pool, max_model_len, path, gguf.metadata)
+
+
+def assemble(
+    spec: ModelSpec, pool: PoolPlan, config: EngineConfig, executor: Executor, namespace: bytes = b""
+) -> Engine:
+    """An engine over any executor that has the planned blocks."""
+    scheduler = Scheduler(
+        pool, config.sched, context_of(spec, config), prefix_caching=config.cache.prefix_caching,
+        vocab_size=spec.vocab_size, namespace=namespace,
+    )  # fmt: skip
+    return Engine(scheduler, executor)
+
+
+def context_of(spec: ModelSpec, config: EngineConfig) -> int:
+    """The longest prompt and output together. Raises ConfigError beyond what the model knows."""
+    if config.max_model_len is None:
+        return spec.max_context
+    if not 2 <= config.max_model_len <= spec.max_context:
+        limit = f"2 … {spec.max_context}, the context of {spec.name}"
+        raise ConfigError(f"max_model_len {config.max_model_len} is not within {limit}")
+    return config.max_model_len
+
+
+def _locate(name: str, say: Progress) -> Path:
+    from kvledger.weights.store import resolve
+
+    say(f"looking for {name}")
+    path = resolve(name, lambda done, total: say(_share("fetching", done, total)))
+    if path.is_dir():
+        raise UnsupportedModel(f"{path} is a folder; only GGUF files are served so far")
+    return path
+
+
+def _share(what: str, done: int, total: int | None) -> str:
+    return f"{what} {done / 1e6:.0f} MB" if not total else f"{what} {100 * done // total} % of {total / 1e6:.0f} MB"
+
+
+def _in_percent(say: Progress) -> Callable[[float], None]:
+    """Tell shares in steps of ten per cent."""
+    told = -1
+
+    def tell(share: float) -> None:
+        nonlocal told
+        if int(share * 10) > told:
+            told = int(share * 10)
+            say(f"loading weights {share:.0%}")
+
+    return tell
+
+
+def _say_nothing(text: str) -> None:
+    return
+
+
+def _fingerprint(gguf: GGUFFile, pool: PoolPlan) -> bytes:
+    """Tells apart caches that must not be mixed: another file, another layout."""
+    facts = (sorted(gguf.facts.items()), repr(pool.layout))
+    return hashlib.sha256(repr(facts).encode()).digest()
