@@ -88,7 +88,10 @@ class Fields:
             raise self.fail(names[0], f"is missing{spelled}; without it memory cannot be counted")
         return value
 
-    def count_or(self, default: int, *names: str, low: int = 0, high: int = MAX_COUNT) -> int:
+    def count_or(self, default: int, *names: str, low: int = 0, high: int = MAX_COUNT, auto: str = "") -> int:
+        """As `maybe_count`, with a value for the absent field; the text `auto`, if any, counts as absent."""
+        if auto and self._find(names)[1] == auto:
+            return default
         value = self.maybe_count(*names, low=low, high=high)
         return default if value is None else value
 
@@ -129,6 +132,17 @@ class Fields:
     def texts(self, name: str) -> list[str] | None:
         return self._list(name, str, "texts")
 
+    def numbers(self, name: str) -> list[float] | None:
+        values = self._list(name, object, "numbers")
+        if values is not None and any(
+            isinstance(x, bool) or not isinstance(x, int | float) or not abs(x) <= MAX_COUNT for x in values
+        ):
+            raise self.fail(name, f"must hold numbers only, is {_shown(values)}")
+        return values
+
+    def lists(self, name: str) -> list[list[Any]] | None:
+        return self._list(name, list, "lists")
+
     def counts(self, name: str, low: int = 0, high: int = MAX_COUNT) -> list[int] | None:
         values = self._list(name, int, "whole numbers")
         if values is not None and any(not low <= x <= high for x in values):
@@ -145,6 +159,16 @@ class Fields:
         if len(found) < num_layers:
             raise self.fail(name, f"has {len(found)} entries for {num_layers} layers")
         return found[:num_layers]
+
+    def sliding_pattern(self, default: str) -> str:
+        """`sliding_window_pattern` in letters (L local, G global); a number n means n − 1 local, then one global."""
+        value = self._values.get("sliding_window_pattern")
+        if isinstance(value, str):
+            if not value or len(value) > MAX_LAYERS or set(value) - {"L", "G"}:
+                raise self.fail("sliding_window_pattern", f"must be letters L and G, is {_shown(value)}")
+            return value
+        period = self.maybe_count("sliding_window_pattern", high=MAX_LAYERS)
+        return "L" * (period - 1) + "G" if period else default
 
     def section(self, name: str) -> Fields | None:
         """The object under `name`, or None."""

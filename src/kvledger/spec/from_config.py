@@ -14,6 +14,7 @@ from kvledger.errors import ConfigError, UnsupportedModel, nearest
 from kvledger.spec.config_fields import Fields, read_config
 from kvledger.spec.families import FAMILIES
 from kvledger.spec.families.parts import Body, hidden_size, vocab_size
+from kvledger.spec.families.vision import vision_weights
 from kvledger.spec.model import ModelSpec
 
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "language_model_config", "thinker_config")
@@ -21,6 +22,7 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _CONTEXT = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx",
     "model_max_length", "max_seq_length",
+    "max_context_length",
 )  # fmt: skip
 
 # What transformers' configuration classes fill in, for families whose published files rely on it.
@@ -31,8 +33,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"sliding_window": 4096, "head_dim": 256},
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192},
+    **{x: {"max_position_embeddings": 1 << 20} for x in ("mamba", "mamba2", "falcon_mamba")},  # nothing grows with it
     "bloom": {"max_position_embeddings": 2048},
     "falcon": {"max_position_embeddings": 2048},
+}  # fmt: skip
+
+# Text parts and re-issues that are built like a family under another name.
+_SAME_AS = {
+    "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "mistral3": "mistral", "mllama": "mllama_text_model",
+    "kimi_vl": "deepseek_v3", "kimi_k25": "deepseek_v3", "deepseek_vl_v2": "deepseek_v2",
+    "ernie4_5_moe_vl": "ernie4_5_moe", "minimax_text_01": "minimax", "minimax_m1": "minimax",
+    "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "internlm": "llama", "mimo": "qwen2", "dots": "dots1",
+    "gemma4_unified_text": "gemma4_text", "cohere2_vision": "cohere2", "deci": "nemotron-nas", "solar": "llama",
 }  # fmt: skip
 
 
@@ -75,15 +88,17 @@ def _text_part(whole: Fields) -> tuple[Fields, str]:
 
 
 def _family(model_type: str) -> str | None:
-    """`qwen3_vl` is counted by its text part's family, `qwen3_vl_text`, unless either has rows of its own."""
-    for name in (model_type, f"{model_type}_text", model_type.removesuffix("_text")):
+    """The row of FAMILIES for a model_type: itself, its text part, or a family it is built like."""
+    base = model_type.removesuffix("_text")
+    for name in (model_type, f"{model_type}_text", base, _SAME_AS.get(model_type), _SAME_AS.get(base)):
         if name in FAMILIES:
             return name
     return None
 
 
 def _assemble(f: Fields, whole: Fields, family: str, body: Body, name: str, source: str) -> ModelSpec:
-    outer = list(body.outer)
+    tower, uncounted = vision_weights(whole, hidden_size(f))
+    outer = [*body.outer, *tower]
     rope = f.section("rope_scaling") or f.section("rope_parameters")
     context = f.count(*_CONTEXT)
     activation = _DTYPES.get(f.text("dtype", "torch_dtype"), "bf16")
@@ -102,7 +117,7 @@ def _assemble(f: Fields, whole: Fields, family: str, body: Body, name: str, sour
         trained_context=rope.maybe_count("original_max_position_embeddings") if rope else None,
         draft_layers=body.draft_layers,
         source=source,
-        notes=body.notes,
+        notes=(*body.notes, uncounted) if uncounted else body.notes,
         activation_dtype=activation,
         outer_weights=tuple(outer),
     )

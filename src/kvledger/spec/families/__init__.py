@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from kvledger.spec.families.dense import DENSE_FAMILIES
 from kvledger.spec.families.gemma import GEMMA_FAMILIES
+from kvledger.spec.families.hybrid import HYBRID_FAMILIES
 from kvledger.spec.families.latent import LATENT_FAMILIES
 from kvledger.spec.families.moe import MOE_FAMILIES
+from kvledger.spec.families.nested import NESTED_FAMILIES
 from kvledger.spec.families.older import OLDER_FAMILIES
 from kvledger.spec.families.parts import Builder
 
@@ -14,5 +16,7 @@ FAMILIES: dict[str, Builder] = {
     **MOE_FAMILIES,
     **GEMMA_FAMILIES,
     **LATENT_FAMILIES,
+    **HYBRID_FAMILIES,
+    **NESTED_FAMILIES,
     **OLDER_FAMILIES,
 }

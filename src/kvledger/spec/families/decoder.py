@@ -33,7 +33,7 @@ class Traits:
     qk_norm: str = ""  # "head": one norm shared by all heads; "heads": one per head; "all": over the joined heads
     qk_norm_bias: bool = False
     sinks: bool = False  # one learned logit per query head (gpt-oss)
-    q_factor: int = 1
+    gate: bool = False  # an output gate as wide as the query, projected on its own
     positions: int = 0  # learned absolute positions
     tied: bool = False  # where the config does not say
     head_bias: bool = False
@@ -78,7 +78,7 @@ def decoder(traits: Callable[[Fields], Traits], ffn: FeedForward | None = None) 
         t, heads, hidden, count = traits(f), parts.read_heads(f), parts.hidden_size(f), parts.num_layers(f)
         feed = ffn or dense_ffn(t)
         mixer = parts.attention(
-            hidden, heads, qkv_bias=t.qkv_bias, out_bias=t.out_bias, q_factor=t.q_factor,
+            hidden, heads, qkv_bias=t.qkv_bias, out_bias=t.out_bias, q_factor=2 if t.gate else 1,
             k_bias=t.k_bias, v_bias=t.v_bias,
         )  # fmt: skip
         mixer += qk_norms(heads, t) + parts.norm(hidden, t.norms, bias=t.norm_bias)

@@ -21,7 +21,7 @@ def qwen2_window(f: Fields, index: int) -> bool:
 
 def all_but_each(period: int, *names: str) -> Callable[[Fields, int], bool]:
     """Every layer slides but each `period`-th (or as many as the config's field says)."""
-    return lambda f, index: (index + 1) % f.count_or(period, *names, low=1) != 0
+    return lambda f, index: (index + 1) % (f.count_or(period, *names, low=1) if names else period) != 0
 
 
 def _llama(f: Fields) -> Traits:
@@ -99,7 +99,9 @@ def _seed_oss(f: Fields) -> Traits:
 
 
 def _exaone4(f: Fields) -> Traits:
-    return Traits(qk_norm="head", window=all_but_each(4))
+    """Its pattern may be written in letters: LLLG is three local layers, then a global one."""
+    pattern = f.sliding_pattern(default="LLLG")
+    return Traits(qk_norm="head", window=lambda f, index: pattern[index % len(pattern)] == "L")
 
 
 def _ernie(f: Fields) -> Traits:
@@ -139,11 +141,17 @@ def _qwen2(f: Fields) -> Traits:
     return Traits(qkv_bias=True, window=qwen2_window)
 
 
+def _qwen(f: Fields) -> Traits:
+    """Qwen 1 counts gate and up together in `intermediate_size`."""
+    return Traits(qkv_bias=True, inner=f.count("intermediate_size") // 2)
+
+
 DENSE_FAMILIES: dict[str, parts.Builder] = {
     **dict.fromkeys(("llama", "smollm3", "granite", "internlm2", "baichuan", "yi", "minicpm", "xverse",
                      "aquila", "orion", "hyperclovax", "nanbeige"), decoder(_llama)),
     **dict.fromkeys(("mistral", "ministral", "ministral3", "mistral_text"), decoder(_mistral)),
-    "qwen2": decoder(_qwen2), "qwen3": decoder(_qwen3), "phi": decoder(_phi), "phi3": decoder(_phi3),
+    "qwen": decoder(_qwen), "qwen2": decoder(_qwen2), "qwen3": decoder(_qwen3),
+    "phi": decoder(_phi), "phi3": decoder(_phi3),
     "starcoder2": decoder(_starcoder2), "stablelm": decoder(_stablelm),
     "cohere": decoder(_cohere), "cohere2": decoder(_cohere2),
     "olmo": decoder(_olmo), "olmo2": decoder(_olmo2), "olmo3": decoder(_olmo2),

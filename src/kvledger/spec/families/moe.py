@@ -10,7 +10,7 @@ from collections.abc import Callable
 from kvledger.spec.config_fields import Fields
 from kvledger.spec.families import parts
 from kvledger.spec.families.decoder import FeedForward, Traits, decoder
-from kvledger.spec.families.dense import every, qwen2_window
+from kvledger.spec.families.dense import all_but_each, every, qwen2_window
 from kvledger.spec.families.parts import Weights
 from kvledger.spec.model import Weight
 
@@ -122,6 +122,19 @@ def _hunyuan_experts(f: Fields, index: int) -> tuple[Weights, int]:
     return weights, f.per_layer(layers, "moe_topk", "num_experts_per_tok")[index]
 
 
+def _after_num_dense(f: Fields, index: int) -> bool:
+    return index >= f.count_or(0, "num_dense_layers")
+
+
+def _dbrx(f: Fields) -> parts.Body:
+    """DBRX keeps its attention and its experts in sections of their own."""
+    heads, experts = f.section("attn_config"), f.section("ffn_config")
+    inner = {} if experts is None else experts.only("ffn_hidden_size", "moe_num_experts", "moe_top_k")
+    kv = heads.maybe_count("kv_n_heads") if heads else None
+    build = decoder(lambda f: Traits(), moe(inner=("ffn_hidden_size",)))
+    return build(f.with_defaults({**inner, "num_key_value_heads": kv}))
+
+
 def _olmo_moe(f: Fields) -> Traits:
     return Traits(qk_norm="all", qkv_bias=f.flag("attention_bias"), out_bias=f.flag("attention_bias"))
 
@@ -174,5 +187,11 @@ MOE_FAMILIES: dict[str, parts.Builder] = {
         moe(sparse=ernie_interval, shared=_ernie_shared, correction=True),
     ),
     "hunyuan_v1_moe": decoder(lambda f: _QWEN3, _hunyuan_experts),
-    "dbrx": decoder(lambda f: Traits(), moe(inner=("ffn_hidden_size",))),
+    "deepseek": decoder(lambda f: Traits(), softmax_ffn),
+    "grok-1": decoder(lambda f: Traits(norms=4, tied=True), moe(inner=("intermediate_size",))),
+    "dbrx": _dbrx,
+    "afmoe": decoder(
+        lambda f: Traits(qk_norm="head", norms=4, gate=True, window=all_but_each(4, "global_attn_every_n_layers")),
+        moe(sparse=_after_num_dense, shared=shared_of("num_shared_experts"), correction=True),
+    ),
 }  # fmt: skip

@@ -52,12 +52,12 @@ Builder = Callable[[Fields], Body]
 
 def num_layers(f: Fields) -> int:
     """Layers of the text model."""
-    return f.count("num_hidden_layers", "n_layer", "n_layers", "num_layers", high=MAX_LAYERS)
+    return f.count("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers", high=MAX_LAYERS)
 
 
 def hidden_size(f: Fields) -> int:
     """Channels of the residual stream."""
-    return f.count("hidden_size", "n_embd", "d_model", "dim")
+    return f.count("hidden_size", "n_embd", "d_model", "dim", "model_dim")
 
 
 def vocab_size(f: Fields) -> int:
@@ -68,7 +68,7 @@ def vocab_size(f: Fields) -> int:
 def read_heads(f: Fields) -> Heads:
     """Heads of plain attention. `head_dim` where given, else hidden / heads; KV heads as many as heads if unsaid."""
     num = f.count("num_attention_heads", "n_head", "n_heads", "num_heads")
-    num_kv = f.count_or(num, "num_key_value_heads", "num_kv_heads", "n_head_kv", "num_key_value_groups", low=1)
+    num_kv = f.count_or(num, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", low=1)
     if not f.has("head_dim") and hidden_size(f) % num:
         raise f.fail("num_attention_heads", f"is {num}, which does not divide the hidden size {hidden_size(f)}")
     dim = f.count_or(hidden_size(f) // num, "head_dim", "attention_head_dim", "kv_channels", low=1)
