@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Running, Script, running, scripted, tiny_pool
 
+from conftest import Running, Script, running, scripted, tiny_pool
 from kvledger.errors import ConfigError
 from kvledger.server.app import make_app
 from kvledger.server.run import bind

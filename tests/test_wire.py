@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from conftest import Running
 
 ASK = [{"role": "user", "content": "say:hello"}]
