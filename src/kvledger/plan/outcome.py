@@ -169,8 +169,8 @@ def _local_memory(query: Query) -> Memory:
     )
 
 
-def evaluate(query: Query, memory: Memory | None = None) -> Outcome:
-    """Answer `query`; `memory` is taken from a caller that has it already.
+def evaluate(query: Query, memory: Memory | None = None, timing: Timing | None = None) -> Outcome:
+    """Answer `query`; `memory` and `timing` are taken from a caller that has them already.
 
     Raises ConfigError for what cannot be meant, DoesNotFit where weights or one request find no room.
     """
@@ -179,7 +179,7 @@ def evaluate(query: Query, memory: Memory | None = None) -> Outcome:
     requests = requests_in(memory.pools, query.context, query.prefix, query.hit_rate)
     if requests < 1:
         raise too_long(query, memory)
-    timing = timing_of(query, memory)
+    timing = timing or timing_of(query, memory)
     batch = query.batch or min(requests, memory.max_num_seqs)
     if batch > requests:
         warnings += (f"a batch of {batch:,} does not fit: {requests:,} requests of {query.context:,} tokens do",)
@@ -188,9 +188,9 @@ def evaluate(query: Query, memory: Memory | None = None) -> Outcome:
     )
 
 
-def timing_of(query: Query, memory: Memory) -> Timing:
-    """Step times of one replica of `query`."""
-    layout = query.model.kv_layout(kv_dtype_of(query), 16, query.tp)
+def timing_of(query: Query, memory: Memory, layout: KVLayout | None = None) -> Timing:
+    """Step times of one replica of `query`; `layout` of a TP rank where the caller has it already."""
+    layout = layout or query.model.kv_layout(kv_dtype_of(query), 16, query.tp)
     weights = memory.weights_bytes * query.pp
     return Timing(query.model, query.device, layout, weights, query.scheme, query.tp, query.pp, query.efficiency)
 

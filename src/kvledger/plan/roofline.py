@@ -93,7 +93,12 @@ class Roofline:
         tokens = sum(work.new_tokens for work in shape)
         logits = sum(work.num_logits for work in shape)
         products = 2.0 * (self._body_params * tokens + self._head_params * logits)
-        return products + sum(2.0 * dims * pairs(spec, work) for spec, dims in self._attention for work in shape)
+        return products + sum(self._attention_flops(work) for work in shape)
+
+    def _attention_flops(self, work: Work) -> float:
+        decode = work.new_tokens == 1
+        dims = ((spec, one if decode else many) for spec, many, one in self.model.attention_dims)
+        return sum(2.0 * size * pairs(spec, work) for spec, size in dims)
 
     def weights_read(self, shape: StepShape, repeat: int = 1) -> float:
         """Bytes of weights that the step reads: all dense ones once, and the experts that are touched.
@@ -103,9 +108,9 @@ class Roofline:
         tokens = repeat * sum(work.new_tokens for work in shape)
         if not tokens:
             return 0.0
-        params: float = self._dense_params + (self._head_params if any(w.num_logits for w in shape) else 0)
-        for experts, chosen, size in self._expert_layers:
-            params += size * experts * (1.0 - (1.0 - chosen / experts) ** tokens)
+        params: float = self.model.dense_params + (self._head_params if any(w.num_logits for w in shape) else 0)
+        for layers, experts, chosen, size in self.model.expert_layers:
+            params += layers * size * experts * (1.0 - (1.0 - chosen / experts) ** tokens)
         return params * self._bytes_per_param
 
     def _kv_traffic(self, work: Work) -> int:
@@ -130,23 +135,6 @@ class Roofline:
     @cached_property
     def _body_params(self) -> int:
         return self.model.matmul_params - self._head_params
-
-    @cached_property
-    def _dense_params(self) -> int:
-        layers = self.model.layers
-        return sum(x.params - x.num_experts * x.expert_params for x in layers) + self.model.other_params
-
-    @cached_property
-    def _expert_layers(self) -> tuple[tuple[int, int, int], ...]:
-        return tuple((x.num_experts, x.experts_per_token, x.expert_params) for x in self.model.layers if x.num_experts)
-
-    @cached_property
-    def _attention(self) -> tuple[tuple[CacheSpec | None, int], ...]:
-        """(spec, summed score and mix dims) of the layers, equal specs merged."""
-        dims: dict[CacheSpec | None, int] = {}
-        for layer in self.model.layers:
-            dims[layer.cache] = dims.get(layer.cache, 0) + layer.score_dims + layer.mix_dims
-        return tuple((spec, total) for spec, total in dims.items() if total)
 
 
 def step_seconds(

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from kvledger.data.devices import catalogue, find_device
 from kvledger.errors import ConfigError, KvledgerError
 from kvledger.plan.levers import weight_bits
-from kvledger.plan.outcome import Memory, Outcome, evaluate, memory_of
+from kvledger.plan.outcome import Outcome, evaluate, kv_dtype_of, memory_of, timing_of
 from kvledger.plan.planner import make_query
 from kvledger.plan.query import Query
 from kvledger.spec.device import DeviceSpec
+from kvledger.spec.kv import KVLayout
 from kvledger.spec.model import ModelSpec
 from kvledger.units import cdiv, parse_count, parse_seconds
 
@@ -116,12 +117,11 @@ def find(
     schemes = (
         weights if weights is not None else (None, *(w for w in WEIGHTS if weight_bits(w) < weight_bits(model.dtype)))
     )
-    tried, seen = 0, []
+    tried, seen = 0, list[Candidate]()
+    layouts: dict[tuple[str, int], KVLayout] = {}
     for base in _shapes(model, target, _devices(devices), engine, tp, pp, schemes, kv_dtypes):
-        memory = _memory(base)
         tried += len(dp)
-        if memory is not None:
-            seen += [c for count in dp if (c := _candidate(base, memory, target, count)) is not None]
+        seen += _replicas(base, target, dp, layouts)
     if not tried:
         raise ConfigError("nothing to try: no device, or a context beyond the model's own")
     meeting = sorted((c for c in seen if not c.misses), key=lambda c: c.rank)
@@ -153,19 +153,21 @@ def _shapes(
                         yield replace(first, device=device, tp=ranks, pp=stages, weights=scheme, kv_dtype=kv_dtype)
 
 
-def _memory(query: Query) -> Memory | None:
+def _replicas(
+    base: Query, target: Target, dp: Sequence[int], layouts: dict[tuple[str, int], KVLayout]
+) -> Iterator[Candidate]:
+    """Candidates of one replica shape; memory, layout and timing are the same for all numbers of replicas."""
     try:
-        return memory_of(query)
+        memory, key = memory_of(base), (kv_dtype_of(base), base.tp)
+        if key not in layouts:
+            layouts[key] = base.model.kv_layout(key[0], 16, base.tp)
+        timing = timing_of(base, memory, layouts[key])
+        for count in dp:
+            query = replace(base, dp=count, batch=cdiv(target.concurrency, count))
+            outcome = evaluate(query, memory, timing)
+            yield Candidate(outcome, misses(outcome, target))
     except KvledgerError:
-        return None
-
-
-def _candidate(base: Query, memory: Memory, target: Target, dp: int) -> Candidate | None:
-    try:
-        outcome = evaluate(replace(base, dp=dp, batch=cdiv(target.concurrency, dp)), memory)
-    except KvledgerError:
-        return None
-    return Candidate(outcome, misses(outcome, target))
+        return
 
 
 def misses(outcome: Outcome, target: Target) -> tuple[str, ...]:

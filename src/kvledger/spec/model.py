@@ -113,6 +113,30 @@ class ModelSpec:
         head = self.head_params or self.embedding_params
         return sum(x.active_params for x in self.layers) + head
 
+    @cached_property
+    def dense_params(self) -> int:
+        """Weights of the layers, and beside them, that every token uses: no routed experts, embedding or head."""
+        return sum(x.params - x.num_experts * x.expert_params for x in self.layers) + self.other_params
+
+    @cached_property
+    def expert_layers(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(layers, experts, experts per token, weights of one expert), equal layers counted together."""
+        kinds = [(x.num_experts, x.experts_per_token, x.expert_params) for x in self.layers if x.num_experts]
+        return tuple((kinds.count(kind), *kind) for kind in dict.fromkeys(kinds))
+
+    @cached_property
+    def attention_dims(self) -> tuple[tuple[CacheSpec | None, int, int], ...]:
+        """(cache, summed score and mix dims over several new tokens, over one): layers of equal caches together.
+
+        The two differ for MLA, which expands its latents for a prompt and attends to them directly at decode.
+        """
+        dims: dict[CacheSpec | None, tuple[int, int]] = {}
+        for x in self.layers:
+            many, one = dims.get(x.cache, (0, 0))
+            own = x.score_dims + x.mix_dims
+            dims[x.cache] = (many + own, one + (x.latent_score_dims + x.latent_mix_dims or own))
+        return tuple((cache, many, one) for cache, (many, one) in dims.items() if many)
+
     def kv_layout(self, kv_dtype: str = "bf16", block_size: int = 16, tp: int = 1) -> KVLayout:
         """The KV layout of one of `tp` tensor-parallel ranks. Raises ConfigError, UnknownName."""
         shards = [None if x.cache is None else x.cache.shard(tp) for x in self.layers]
