@@ -21,7 +21,7 @@ ORDER = [
     {"clock"},
     {"engine"},
     {"metrics"},
-    {"build", "frontend"},
+    {"build", "frontend", "beam"},
     {"llm"},
     {"simulate"},
     {"bench"},

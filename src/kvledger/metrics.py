@@ -6,6 +6,7 @@ the last token; queueing is arrival to first admission.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -75,13 +76,16 @@ class Totals:
 
 
 class Metrics:
-    """An engine's listener. `live` are unanswered requests; `done` the ended ones, the last `keep` of them."""
+    """An engine's listener. `live` are unanswered requests, `done` the ended ones, the last `keep` of them.
 
-    def __init__(self, keep: int | None = None) -> None:
-        self.keep = keep
+    `steps` are the reports of the last `keep_steps` (None: `keep`) steps that computed something.
+    """
+
+    def __init__(self, keep: int | None = None, keep_steps: int | None = None) -> None:
+        self.keep, keep_steps = keep, keep if keep_steps is None else keep_steps
         self.live: dict[str, RequestTimes] = {}
-        self.done: list[RequestTimes] = []
-        self.steps: list[StepReport] = []
+        self.done: dict[str, RequestTimes] = {}
+        self.steps: deque[StepReport] = deque(maxlen=keep_steps)
         self.totals = Totals()
 
     def added(self, request: Request, now_s: float) -> None:
@@ -107,8 +111,6 @@ class Metrics:
         totals.num_chunks += report.num_seqs
         totals.busy_s += report.ended_s - report.started_s
         totals.exec_s += report.exec_s
-        if self.keep is not None:
-            del self.steps[: -self.keep], self.done[: -self.keep]
 
     def _note(self, times: RequestTimes, event: Event, report: StepReport) -> None:
         if isinstance(event, TokenEvent):
@@ -136,4 +138,6 @@ class Metrics:
         if len(times.finish_reasons) >= times.num_choices:
             times.ended_s = now_s
             self.totals.num_finished += 1
-            self.done.append(self.live.pop(event.request_id))
+            self.done[times.request_id] = self.live.pop(times.request_id)
+            if self.keep is not None and len(self.done) > self.keep:
+                del self.done[next(iter(self.done))]

@@ -342,9 +342,13 @@ class Scheduler:
     def _append(self, seq: Sequence, sample: Sample) -> None:
         seq.token_ids.append(sample.token_id)
         seq.cumulative_logprob += sample.logprob
-        if seq.constraint is not None:
-            seq.constraint.accept(sample.token_id)
         self._events.append(TokenEvent(*_who(seq), sample, seq.num_output_tokens))
+        try:
+            if seq.constraint is not None:
+                seq.constraint.accept(sample.token_id)
+        except BadRequest as error:  # a grammar that gave up ends its own request
+            self._end(seq, "error", message=str(error))
+            return
         if (end := ending(seq)) is not None:
             self._end(seq, *end)
         elif seq.is_stepwise:
