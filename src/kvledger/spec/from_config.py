@@ -132,13 +132,31 @@ def _weight_scheme(whole: Fields, activation: str) -> str:
 
 
 def quantisation_scheme(quant: Fields) -> str | None:
-    """Name in spec/weights.py of what `quantization_config` describes, None where it is not known there."""
+    """Name in spec/schemes.py of what `quantization_config` describes, None where it is not known there."""
     method, bits = quant.text("quant_method", "quant_algo").lower(), quant.count_or(0, "bits", "w_bit")
     if method in ("awq", "gptq"):
         return {4: method, 8: "int8"}.get(bits or 4)
-    plain = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "nvfp4": "nvfp4", "bitsandbytes": "bnb4"}
+    if method == "compressed-tensors":
+        return _compressed_tensors(quant)
     if method == "fp8" and quant.has("weight_block_size"):
         return "fp8_block"
     if method == "bitsandbytes" and quant.flag("load_in_8bit"):
         return "int8"
-    return plain.get(method)
+    if method == "modelopt":
+        method = quant.text("quant_algo").lower()
+    plain = {"fbgemm_fp8": "fp8_channel", "bitsandbytes": "bnb4"}
+    return plain.get(method) or (method if method in ("fp8", "mxfp4", "nvfp4") else None)
+
+
+def _compressed_tensors(quant: Fields) -> str | None:
+    """The scheme of the first group of weights that the file describes."""
+    groups = quant.section("config_groups")
+    group = groups.section("group_0") if groups else None
+    weights = group.section("weights") if group else None
+    if weights is None:
+        return None
+    bits, kind = weights.count_or(0, "num_bits"), weights.text("type", default="int")
+    if kind == "float":
+        wide = {"block": "fp8_block", "channel": "fp8_channel"}.get(weights.text("strategy"), "fp8")
+        return {8: wide, 4: "mxfp4" if weights.count_or(16, "group_size") == 32 else "nvfp4"}.get(bits)
+    return {8: "int8", 4: "int4_g32" if weights.count_or(128, "group_size") == 32 else "int4"}.get(bits)

@@ -6,11 +6,13 @@ GGUF header); nothing else reads their keys. Knows the shapes of weights, never 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from kvledger.errors import ConfigError
 from kvledger.spec.kv import CacheSpec, KVLayout, KVStorage
+from kvledger.units import cdiv
 
 # Matrices of these parts are what quantisers quantise; the others stay as published (see spec/weights.py).
 Part = Literal[
@@ -25,7 +27,8 @@ class Weight:
 
     `split` is the axis that tensor parallelism cuts; `units` is how many indivisible pieces (heads) it has there, 0
     where any row may go anywhere. A rank keeps ⌈units / TP⌉ of them: past that many ranks a head is replicated.
-    Weights of part `experts` are the routed ones, `count` experts each.
+    Weights of part `experts` are the routed ones, `count` experts each. `name` tells apart what a mixed GGUF type
+    treats apart: `v` of attention, `down` of an MLP or an expert.
     """
 
     part: Part
@@ -34,11 +37,24 @@ class Weight:
     count: int = 1
     split: Literal["", "rows", "cols"] = ""
     units: int = 0
+    name: str = ""
 
     @property
     def params(self) -> int:
         """Numbers in all `count` of them."""
         return self.count * self.rows * max(1, self.cols)
+
+    def shard(self, tp: int, ep: int = 1) -> Weight:
+        """The part that one rank keeps: whole experts with `ep` ranks, otherwise rows or columns with `tp`."""
+        if self.part == "experts" and ep > 1:
+            whole = replace(self, count=cdiv(self.count, ep))
+            return whole.shard(max(1, tp // ep))
+        if not self.split or tp == 1:
+            return self
+        axis = self.rows if self.split == "rows" else self.cols
+        units = self.units or axis
+        kept = axis * cdiv(units, tp) // units
+        return replace(self, rows=kept) if self.split == "rows" else replace(self, cols=kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +157,18 @@ class ModelSpec:
         """The KV layout of one of `tp` tensor-parallel ranks. Raises ConfigError, UnknownName."""
         shards = [None if x.cache is None else x.cache.shard(tp) for x in self.layers]
         return KVLayout.of(shards, KVStorage.of(kv_dtype), block_size)
+
+
+def pipeline_stages(num_layers: int, pp: int) -> list[range]:
+    """Layers of each of `pp` stages: equal, and what is left over goes to the stages before the last, from behind.
+
+    The last stage has the output head to compute, the first the embedding to hold (vLLM 0.32, get_pp_indices).
+    Raises ConfigError where a stage would be empty.
+    """
+    if not 1 <= pp <= num_layers:
+        raise ConfigError(f"PP = {pp} for {num_layers} layers; from 1 to {num_layers} stages are possible")
+    sizes = [num_layers // pp] * pp
+    for i in range(2, num_layers % pp + 2):
+        sizes[-i] += 1
+    ends = [sum(sizes[: i + 1]) for i in range(pp)]
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -77,11 +77,13 @@ def read_heads(f: Fields) -> Heads:
     return Heads(num, num_kv, dim, f.count_or(dim, "v_head_dim", low=1))
 
 
-def linear(part: Part, rows: int, cols: int, *, bias: bool = False, split: str = "", units: int = 0) -> Weights:
+def linear(
+    part: Part, rows: int, cols: int, *, bias: bool = False, split: str = "", units: int = 0, name: str = ""
+) -> Weights:
     """One matrix and, if asked, its bias; a bias is cut with the rows."""
     if split not in ("", "rows", "cols"):
         raise AssertionError(split)
-    weights = [Weight(part, rows, cols, split=split, units=units)]  # type: ignore[arg-type]
+    weights = [Weight(part, rows, cols, split=split, units=units, name=name)]  # type: ignore[arg-type]
     if bias:
         cut = split == "rows"
         weights.append(Weight("bias", rows, split="rows" if cut else "", units=units if cut else 0))
@@ -110,7 +112,7 @@ def attention(
         weights += linear("attention", kv * heads.key_dim, hidden, bias=with_bias, split="rows", units=kv)
     if value:
         with_bias = qkv_bias if v_bias is None else v_bias
-        weights += linear("attention", kv * heads.value_dim, hidden, bias=with_bias, split="rows", units=kv)
+        weights += linear("attention", kv * heads.value_dim, hidden, bias=with_bias, split="rows", units=kv, name="v")
     mixed = heads.num * heads.value_dim
     return weights + linear("attention", hidden, mixed, bias=out_bias, split="cols", units=heads.num)
 
@@ -120,7 +122,7 @@ def mlp(
 ) -> Weights:
     """Feed-forward network: gate (if any), up, down. `out` is its output size where that is not `hidden`."""
     up = linear(part, inner, hidden, bias=bias, split="rows")
-    return up * (2 if gated else 1) + linear(part, out or hidden, inner, bias=bias, split="cols")
+    return up * (2 if gated else 1) + linear(part, out or hidden, inner, bias=bias, split="cols", name="down")
 
 
 def experts(hidden: int, inner: int, count: int, *, gated: bool = True, bias: bool = False) -> Weights:
@@ -128,7 +130,7 @@ def experts(hidden: int, inner: int, count: int, *, gated: bool = True, bias: bo
     ups = 2 if gated else 1
     weights = [
         *[Weight("experts", inner, hidden, count, "rows")] * ups,
-        Weight("experts", hidden, inner, count, "cols"),
+        Weight("experts", hidden, inner, count, "cols", name="down"),
     ]
     if bias:
         weights += [*[Weight("experts", inner, 0, count, "rows")] * ups, Weight("experts", hidden, 0, count)]

@@ -18,7 +18,7 @@ def _vector(size: int, count: int = 1) -> Weight:
 
 
 def _matrix(rows: int, cols: int, *, bias: bool = False, count: int = 1) -> Weights:
-    return [Weight("vision", rows, cols, count), *([_vector(rows, count)] if bias else [])]
+    return [Weight("vision", rows, cols, count, "rows"), *([_vector(rows, count)] if bias else [])]
 
 
 def _encoder(
