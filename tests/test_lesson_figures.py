@@ -10,7 +10,8 @@ from kvledger.data.catalogue import model
 from kvledger.data.devices import find_device
 from kvledger.plan import allocation, bandwidth, compression, concurrency, memory, recompute
 from kvledger.plan.explain import Input, derive, evaluate, given
-from kvledger.plan.timing import Timing
+from kvledger.plan.timing import Timing, rank_weights
+from kvledger.plan.weights import weights_figure
 from kvledger.plan.workload import WORKLOADS
 from kvledger.units import GB, GIB, KIB, MIB
 
@@ -19,13 +20,10 @@ FIGURES = FILE["figure"]
 UNITS = {"1": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "GB": GB, "ms": 1e-3, "T": 1e12}
 
 
-def _weights(name, scheme="bf16"):
-    spec = model(name)
-    return derive("weights_bytes", "B", "N × b", Input("N", spec.num_params), Input("b", 2, "B"))
-
-
 def _bytes(model, contexts=memory.CONTEXTS, as_lesson=False):
-    return memory.bytes_ledger(_model(model).kv_layout(), _weights(model), contexts)
+    return memory.bytes_ledger(
+        _model(model).kv_layout(), weights_figure(_model(model), "bf16", name="weights_bytes"), contexts
+    )
 
 
 def _concurrency(model, tp=2, kv_dtype="bf16", memory_gb=80, weights_gb=70, overhead_gb=2, as_lesson=False):
@@ -44,7 +42,7 @@ def _batch(batch, as_lesson=False, **args):
 
 def _steps(model, tp, context, batches, as_lesson=False):
     spec = _model(model)
-    timing = Timing(spec, find_device("h100-sxm"), spec.kv_layout(tp=tp), spec.num_params * 2 // tp, "bf16", tp)
+    timing = Timing(spec, find_device("h100-sxm"), spec.kv_layout(tp=tp), rank_weights(spec, "bf16", tp), "bf16", tp)
     ledger = bandwidth.bandwidth(timing, context, batches)
     one, many = (ledger[f"step_time_s_{b}"].as_input(n) for b, n in zip(batches, "ab", strict=True))
     return {"growth": derive("growth", "×", "b ÷ a", one, many)}
@@ -71,8 +69,6 @@ def _model(name):
 
 
 def _per_device(model, tp, as_lesson=False):
-    from kvledger.plan.planner import weights_figure
-
     return {"weights_bytes_per_device": weights_figure(_model(model), "bf16", tp)}
 
 

@@ -21,4 +21,6 @@ def __getattr__(name: str) -> object:
 
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "plan":
+        return importlib.import_module("kvledger.plan")  # a package that can be called
     raise AttributeError(f"module 'kvledger' has no attribute {name!r}")

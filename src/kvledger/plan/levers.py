@@ -15,6 +15,7 @@ from kvledger.plan.compression import LATENT, evidence_for
 from kvledger.plan.outcome import Outcome, evaluate, is_local
 from kvledger.plan.query import MOST_DEVICES, Query
 from kvledger.spec.kv import CacheSpec, FullKV, KVStorage
+from kvledger.spec.weights import scheme_bits
 from kvledger.units import format_bytes
 
 FREE, QUALITY, MONEY, MODEL, LESS = "free", "quality", "money", "another model", "serves less"
@@ -87,7 +88,7 @@ def _number_types(query: Query) -> Iterator[Change]:
     if is_local(query):
         return
     for scheme, worse_than, words in WEIGHTS:
-        if weight_bits(query.scheme) > worse_than:
+        if scheme_bits(query.scheme) > worse_than:
             yield Change(f"{scheme} weights", f"--weights {scheme}", QUALITY, words, replace(query, weights=scheme))
 
 
@@ -95,12 +96,6 @@ WEIGHTS = (
     ("fp8", 8, "little quality; fp8 units, or computed in 16 bits"),
     ("awq", 4.5, "some quality; computed in 16 bits"),
 )
-
-
-def weight_bits(scheme: str) -> float:
-    """Bits per weight of a scheme, near enough to order schemes."""
-    small = {"awq": 4.25, "gptq": 4.25, "bnb4": 4.25, "mxfp4": 4.25, "nvfp4": 4.5, "int8": 8, "fp8": 8, "fp8_block": 8}
-    return small.get(scheme, 4.5 if scheme.lower().startswith(("q", "iq", "tq")) else 32 if scheme == "fp32" else 16)
 
 
 def _devices(query: Query) -> Iterator[Change]:

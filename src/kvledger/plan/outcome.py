@@ -16,11 +16,12 @@ from kvledger.plan.concurrency import Blocks, requests_in
 from kvledger.plan.cost import cost_per_million
 from kvledger.plan.pool import RUNTIME_BYTES, local_pool, weights_in_memory
 from kvledger.plan.profiles.base import Allocation, Band, Term, get_profile
-from kvledger.plan.profiles.vllm import pipeline_stages
 from kvledger.plan.query import Query, check
-from kvledger.plan.timing import Speed, Timing, speed
+from kvledger.plan.timing import Speed, Timing, rank_weights, speed
 from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
 from kvledger.spec.kv import KVLayout, KVStorage
+from kvledger.spec.model import pipeline_stages
+from kvledger.spec.weights import WeightBytes
 from kvledger.units import format_bytes
 
 MOST_SEQS = 256  # requests timed together where neither the person nor the engine's default says
@@ -179,7 +180,7 @@ def evaluate(query: Query, memory: Memory | None = None, timing: Timing | None =
     requests = requests_in(memory.pools, query.context, query.prefix, query.hit_rate)
     if requests < 1:
         raise too_long(query, memory)
-    timing = timing or timing_of(query, memory)
+    timing = timing or timing_of(query)
     batch = query.batch or min(requests, memory.max_num_seqs)
     if batch > requests:
         warnings += (f"a batch of {batch:,} does not fit: {requests:,} requests of {query.context:,} tokens do",)
@@ -188,10 +189,10 @@ def evaluate(query: Query, memory: Memory | None = None, timing: Timing | None =
     )
 
 
-def timing_of(query: Query, memory: Memory, layout: KVLayout | None = None) -> Timing:
-    """Step times of one replica of `query`; `layout` of a TP rank where the caller has it already."""
+def timing_of(query: Query, layout: KVLayout | None = None, weights: WeightBytes | None = None) -> Timing:
+    """Step times of one replica of `query`; `layout` and `weights` of a TP rank where the caller has them already."""
     layout = layout or query.model.kv_layout(kv_dtype_of(query), 16, query.tp)
-    weights = memory.weights_bytes * query.pp
+    weights = weights or rank_weights(query.model, query.scheme, query.tp)
     return Timing(query.model, query.device, layout, weights, query.scheme, query.tp, query.pp, query.efficiency)
 
 

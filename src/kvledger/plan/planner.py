@@ -7,7 +7,7 @@ are `ModelSpec`s or names of the catalogue.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -154,7 +154,11 @@ def plan(
     The engine is kvledger on `local`, vLLM elsewhere, unless named. Raises UnknownName, ConfigError, and DoesNotFit
     with what is missing and the nearest change that fits.
     """
-    query = make_query(model, device, **options)
+    return answer(make_query(model, device, **options), workload)
+
+
+def answer(query: Query, workload: Workload | None = None) -> Plan:
+    """The plan for a query. Raises ConfigError, DoesNotFit with what is missing and the nearest change that fits."""
     try:
         return Plan(evaluate(query), workload)
     except DoesNotFit as error:
@@ -261,8 +265,3 @@ def contexts_of(outcome: Outcome) -> list[int]:
     """Context lengths worth a row: powers of two up to the model's limit, and the one asked for."""
     limit = max(outcome.query.model.max_context, outcome.query.context)
     return sorted({outcome.query.context, *(1 << k for k in range(10, 21) if 1 << k <= limit)})
-
-
-def with_options(base: Plan, **options: Any) -> Plan:
-    """The same question with other options."""
-    return Plan(evaluate(replace(base.query, **options)), base.workload)

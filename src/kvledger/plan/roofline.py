@@ -17,6 +17,7 @@ this function.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -24,7 +25,7 @@ from typing import Literal
 from kvledger.errors import UnknownName
 from kvledger.spec.device import DeviceSpec
 from kvledger.spec.kv import CacheSpec, ChunkedKV, KVLayout, StateKV, WindowKV
-from kvledger.spec.model import ModelSpec
+from kvledger.spec.model import ModelSpec, Part
 from kvledger.spec.step import StepShape, Work, attention_pairs
 
 
@@ -58,7 +59,8 @@ class StepCost:
 class Roofline:
     """The cost of steps of one model on one device.
 
-    `weight_bytes` is what the weights occupy as stored (None: the model's own, else two bytes each). The two
+    `weight_bytes` is what the weights occupy as stored (None: the model's own, else two bytes each); `weight_parts`
+    is the same by part, where parts are stored in different types (`spec.weights.WeightBytes.parts`). The two
     efficiencies are the shares of peak that are reached and `overhead_s` is added to every step: 1, 1 and 0 give
     the bound itself; measured values turn it into a prediction.
     """
@@ -71,6 +73,7 @@ class Roofline:
     compute_efficiency: float = 1.0
     bandwidth_efficiency: float = 1.0
     overhead_s: float = 0.0
+    weight_parts: Mapping[Part, int] | None = None
 
     def cost(self, shape: StepShape, repeat: int = 1) -> StepCost:
         """What the step costs when it holds `shape` `repeat` times (a batch of equals is priced as one of them).
@@ -108,10 +111,19 @@ class Roofline:
         tokens = repeat * sum(work.new_tokens for work in shape)
         if not tokens:
             return 0.0
-        params: float = self.model.dense_params + (self._head_params if any(w.num_logits for w in shape) else 0)
-        for layers, experts, chosen, size in self.model.expert_layers:
-            params += layers * size * experts * (1.0 - (1.0 - chosen / experts) ** tokens)
+        head = any(work.num_logits for work in shape)
+        if self.weight_parts:
+            touched = self._touched_params(tokens) / max(1, self._expert_params)
+            return self._dense_bytes + head * self._head_bytes + self.weight_parts.get("experts", 0) * touched
+        params = self.model.dense_params + head * self._head_params + self._touched_params(tokens)
         return params * self._bytes_per_param
+
+    def _touched_params(self, tokens: int) -> float:
+        """Weights of routed experts that `tokens` tokens touch."""
+        return sum(
+            layers * size * experts * (1.0 - (1.0 - chosen / experts) ** tokens)
+            for layers, experts, chosen, size in self.model.expert_layers
+        )
 
     def _kv_traffic(self, work: Work) -> int:
         read = self.layout.read_bytes(work.context + work.new_tokens)
@@ -127,6 +139,21 @@ class Roofline:
     def _bytes_per_param(self) -> float:
         stored = self.weight_bytes if self.weight_bytes is not None else self.model.weight_bytes
         return stored / self.model.num_params if stored else 2.0
+
+    @cached_property
+    def _dense_bytes(self) -> int:
+        """Parts that every step reads: no look-up table, no head, no routed experts, no vision tower."""
+        aside = ("embedding", "head", "experts", "vision")
+        return sum(size for part, size in (self.weight_parts or {}).items() if part not in aside)
+
+    @cached_property
+    def _head_bytes(self) -> int:
+        parts = self.weight_parts or {}
+        return parts.get("head", 0) or parts.get("embedding", 0)
+
+    @cached_property
+    def _expert_params(self) -> int:
+        return sum(layers * experts * size for layers, experts, _, size in self.model.expert_layers)
 
     @cached_property
     def _head_params(self) -> int:

@@ -8,17 +8,18 @@ a price are left out unless they are asked for by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvledger.data.devices import catalogue, find_device
 from kvledger.errors import ConfigError, KvledgerError
-from kvledger.plan.levers import weight_bits
 from kvledger.plan.outcome import Outcome, evaluate, kv_dtype_of, memory_of, timing_of
 from kvledger.plan.planner import make_query
 from kvledger.plan.query import Query
+from kvledger.plan.timing import rank_weights
 from kvledger.spec.device import DeviceSpec
 from kvledger.spec.kv import KVLayout
 from kvledger.spec.model import ModelSpec
+from kvledger.spec.weights import WeightBytes, scheme_bits
 from kvledger.units import cdiv, parse_count, parse_seconds
 
 TP = (1, 2, 4, 8)
@@ -78,7 +79,7 @@ class Candidate:
     @property
     def rank(self) -> tuple[float, int, float, float]:
         """Cheapest first; among equals fewer devices, then the least change to the numbers, then speed."""
-        bits = weight_bits(self.query.scheme) + (16 if self.query.kv_dtype == "auto" else 8)
+        bits = scheme_bits(self.query.scheme) + (16 if self.query.kv_dtype == "auto" else 8)
         return (self.price_per_hour, self.query.num_devices, -bits, self.outcome.speed.tpot_sustained_s)
 
     @property
@@ -115,13 +116,13 @@ def find(
 ) -> Found:
     """Try every combination. Raises UnknownName for a device, ConfigError where nothing could be tried."""
     schemes = (
-        weights if weights is not None else (None, *(w for w in WEIGHTS if weight_bits(w) < weight_bits(model.dtype)))
+        weights if weights is not None else (None, *(w for w in WEIGHTS if scheme_bits(w) < scheme_bits(model.dtype)))
     )
     tried, seen = 0, list[Candidate]()
-    layouts: dict[tuple[str, int], KVLayout] = {}
+    shards = _Shards()
     for base in _shapes(model, target, _devices(devices), engine, tp, pp, schemes, kv_dtypes):
         tried += len(dp)
-        seen += _replicas(base, target, dp, layouts)
+        seen += _replicas(base, target, dp, shards)
     if not tried:
         raise ConfigError("nothing to try: no device, or a context beyond the model's own")
     meeting = sorted((c for c in seen if not c.misses), key=lambda c: c.rank)
@@ -153,15 +154,31 @@ def _shapes(
                         yield replace(first, device=device, tp=ranks, pp=stages, weights=scheme, kv_dtype=kv_dtype)
 
 
-def _replicas(
-    base: Query, target: Target, dp: Sequence[int], layouts: dict[tuple[str, int], KVLayout]
-) -> Iterator[Candidate]:
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """One TP rank's layout and weights, worked out once for all devices."""
+
+    layouts: dict[tuple[str, int], KVLayout] = field(default_factory=dict)
+    weight_bytes: dict[tuple[str, int], WeightBytes] = field(default_factory=dict)
+
+    def layout(self, query: Query) -> KVLayout:
+        key = (kv_dtype_of(query), query.tp)
+        if key not in self.layouts:
+            self.layouts[key] = query.model.kv_layout(key[0], 16, query.tp)
+        return self.layouts[key]
+
+    def weights(self, query: Query) -> WeightBytes:
+        key = (query.scheme, query.tp)
+        if key not in self.weight_bytes:
+            self.weight_bytes[key] = rank_weights(query.model, query.scheme, query.tp)
+        return self.weight_bytes[key]
+
+
+def _replicas(base: Query, target: Target, dp: Sequence[int], shards: _Shards) -> Iterator[Candidate]:
     """Candidates of one replica shape; memory, layout and timing are the same for all numbers of replicas."""
     try:
-        memory, key = memory_of(base), (kv_dtype_of(base), base.tp)
-        if key not in layouts:
-            layouts[key] = base.model.kv_layout(key[0], 16, base.tp)
-        timing = timing_of(base, memory, layouts[key])
+        memory = memory_of(base)
+        timing = timing_of(base, shards.layout(base), shards.weights(base))
         for count in dp:
             query = replace(base, dp=count, batch=cdiv(target.concurrency, count))
             outcome = evaluate(query, memory, timing)

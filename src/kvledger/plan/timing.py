@@ -16,6 +16,7 @@ from kvledger.spec.device import DeviceSpec
 from kvledger.spec.kv import KVLayout
 from kvledger.spec.model import ModelSpec
 from kvledger.spec.step import Work
+from kvledger.spec.weights import WeightBytes, stage_weights
 from kvledger.units import cdiv
 
 ACTIVATION_BYTES = 2  # activations travel between ranks in 16 bits
@@ -43,14 +44,19 @@ def compute_dtype(device: DeviceSpec, scheme: str) -> str:
     return found
 
 
+def rank_weights(model: ModelSpec, scheme: str, tp: int = 1) -> WeightBytes:
+    """Weights of one TP rank over all pipeline stages. Raises ConfigError, UnknownName."""
+    return stage_weights(model, scheme, tp)[0]
+
+
 @dataclass(frozen=True)
 class Timing:
-    """Step times of one replica. `weights_bytes` and `layout` are one TP rank's, over all pipeline stages."""
+    """Step times of one replica. `weights` and `layout` are one TP rank's, over all pipeline stages."""
 
     model: ModelSpec
     device: DeviceSpec
     layout: KVLayout
-    weights_bytes: int
+    weights: WeightBytes
     scheme: str
     tp: int = 1
     pp: int = 1
@@ -68,7 +74,15 @@ class Timing:
         peaks = {kind: peak * self.tp for kind, peak in self.device.peak_flops.items()}
         group = replace(self.device, peak_flops=peaks)
         kind = compute_dtype(self.device, self.scheme)
-        return Roofline(self.model, group, self.layout, self.weights_bytes, kind, self.efficiency, self.efficiency)
+        return Roofline(
+            self.model, group, self.layout, self.weights.total, kind, self.efficiency, self.efficiency,
+            weight_parts=self.weights.parts or None,
+        )  # fmt: skip
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of weights of one TP rank, over all pipeline stages."""
+        return self.weights.total
 
     def decode(self, batch: int, context: int) -> StepCost:
         """One token more for each of `batch` requests that hold `context` tokens, the new one included.
