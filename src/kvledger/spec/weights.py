@@ -77,9 +77,13 @@ def _count(
 ) -> Counter[Part]:
     """Bytes by part; biases count with norms as the small things beside the matrices."""
     parts: Counter[Part] = Counter()
+    sizes: dict[tuple[Weight, int], int] = {}  # layers repeat; only GGUF's mixes tell one from another
     for index, layer in layers:
+        place = index if isinstance(counting.plan, FileType) else 0
         for weight in layer.weights:
-            parts[weight.part] += counting.bytes_of(weight.shard(tp, ep), index)
+            if (weight, place) not in sizes:
+                sizes[weight, place] = counting.bytes_of(weight.shard(tp, ep), index)
+            parts[weight.part] += sizes[weight, place]
     for weight in outer:
         parts[weight.part] += counting.bytes_of(weight.shard(tp, ep), 0)
     return parts
