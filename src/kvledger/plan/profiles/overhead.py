@@ -73,11 +73,17 @@ def default_batch(device: DeviceSpec | None, version: Version, setup: Setup, max
 
 
 def vllm_terms(
-    model: ModelSpec, device: DeviceSpec, setup: Setup, version: Version, batch: Batch, c: Constants = FITTED
+    model: ModelSpec,
+    device: DeviceSpec,
+    setup: Setup,
+    version: Version,
+    batch: Batch,
+    has_head: bool = True,
+    c: Constants = FITTED,
 ) -> tuple[Term, ...]:
     """Activation, non-torch memory and (since 0.21) the estimate of CUDA graphs, per device."""
     return (
-        activation_term(model, setup, version, batch, c),
+        activation_term(model, setup, version, batch, has_head, c),
         non_torch_term(device, setup, version, c),
         graph_term(model, setup, version, c),
     )
@@ -86,11 +92,16 @@ def vllm_terms(
 # ---------------------------------------------------------------------------------------------- activation
 
 
-def activation_term(model: ModelSpec, setup: Setup, version: Version, batch: Batch, c: Constants = FITTED) -> Term:
-    """Peak of the profiling pass: the widest layer or the sampler, whichever is larger, and workspaces."""
+def activation_term(
+    model: ModelSpec, setup: Setup, version: Version, batch: Batch, has_head: bool = True, c: Constants = FITTED
+) -> Term:
+    """Peak of the profiling pass: the widest layer or the sampler, whichever is larger, and workspaces.
+
+    `has_head` is false on pipeline stages before the last, which never sample.
+    """
     width = 4 if model.activation_dtype == "fp32" else 2
     forward = forward_bytes(model, setup.tp, batch.num_tokens, width)
-    sampler = sampler_bytes(model, batch, version, width, c)
+    sampler = sampler_bytes(model, batch, version, width, c) if has_head else 0.0
     spaces = moe_workspace(model, setup.tp, batch.num_tokens) + sparse_workspace(model, setup.max_model_len)
     spaces += c.vision if has_vision(model) else 0
     peak = int(max(forward, sampler) + spaces)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvledger.errors import ConfigError, DoesNotFit
 from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term, parse_version
-from kvledger.plan.profiles.overhead import Batch, Version, cuda_bytes, default_batch, vllm_terms
+from kvledger.plan.profiles.overhead import Batch, Version, activation_term, cuda_bytes, default_batch, vllm_terms
 from kvledger.plan.profiles.vllm_groups import (
     StateRules,
     block_bytes_of,
@@ -26,6 +26,7 @@ from kvledger.plan.profiles.weights import stage_weights
 from kvledger.spec.device import DeviceSpec
 from kvledger.spec.kv import CacheSpec, FullKV, KVStorage, LatentKV
 from kvledger.spec.model import ModelSpec
+from kvledger.spec.model import pipeline_stages as model_stages
 from kvledger.units import GIB, format_bytes
 
 NEWEST = "0.32.0"
@@ -81,16 +82,29 @@ class VllmProfile:
     ) -> tuple[int, tuple[Term, ...], list[Band]]:
         """(share of the memory, terms of the fullest stage, KV bytes of every stage)."""
         if setup.available_bytes is not None:
-            return 0, (), [Band.exactly(setup.available_bytes)] * setup.pp
+            return 0, (), self._printed(model, device, setup, batch)
         if device is None:
             raise ConfigError("a device or the available KV memory is needed; name one, for example h100-sxm")
         fraction = setup.memory_fraction or (0.92 if self._version >= (0, 32, 0) else 0.90)
         budget = int(cuda_bytes(device) * fraction)
-        overheads = vllm_terms(model, device, setup, self._version, batch)
-        weights = stage_weights(model, setup)
-        stages = [(w, *overheads) for w in weights]
+        last = setup.pp - 1
+        stages = [
+            (w, *vllm_terms(model, device, setup, self._version, batch, has_head=i == last))
+            for i, w in enumerate(stage_weights(model, setup))
+        ]
         bands = [_left(budget, terms) for terms in stages]
         return budget, stages[min(range(len(bands)), key=lambda i: bands[i].mid)], bands
+
+    def _printed(self, model: ModelSpec, device: DeviceSpec | None, setup: Setup, batch: Batch) -> list[Band]:
+        """KV bytes of every stage from those of the first, which the log prints: the last also samples.
+
+        Without a device nothing is known of batches, and all stages get the same.
+        """
+        given = setup.available_bytes or 0
+        if device is None or setup.pp == 1:
+            return [Band.exactly(given)] * setup.pp
+        first, last = (activation_term(model, setup, self._version, batch, h).size.mid for h in (False, True))
+        return [Band.exactly(given)] * (setup.pp - 1) + [Band.exactly(given - (last - first))]
 
 
 def _left(budget: int, terms: Sequence[Term]) -> Band:
@@ -159,18 +173,9 @@ def draft_specs(specs: Sequence[CacheSpec | None], count: int) -> list[CacheSpec
 
 
 def pipeline_stages(num_layers: int, pp: int, draft_layers: int = 0) -> list[range]:
-    """Layers of each stage: the remainder goes to the stages before the last, which has the head; drafts to the last.
-
-    Raises ConfigError where there are fewer layers than stages.
-    """
-    if pp > num_layers:
-        raise ConfigError(f"PP = {pp} is more than the {num_layers} layers")
-    sizes = [num_layers // pp] * pp
-    for i in range(num_layers % pp):
-        sizes[-2 - i] += 1
-    sizes[-1] += draft_layers
-    starts = [sum(sizes[:i]) for i in range(pp)]
-    return [range(a, a + n) for a, n in zip(starts, sizes, strict=True)]
+    """Layers of each stage, draft layers (numbered after the model's) on the last. Raises ConfigError."""
+    *before, last = model_stages(num_layers, pp)
+    return [*before, range(last.start, last.stop + draft_layers)]
 
 
 # ---------------------------------------------------------------------------------------------- what is printed
