@@ -16,6 +16,7 @@ ORDER = [
     {"sched"},
     {"kernels"},
     {"weights"},
+    {"models"},
     {"model"},
     {"exec"},
     {"clock"},

@@ -90,7 +90,7 @@ _ROWS = [
     Scheme("bnb4", _nf4, note="NF4 with double quantisation"),
     Scheme("mxfp4", _grouped(4, 32, 8), experts_only=True, note="4 bits; one 8-bit exponent per 32 inputs (OCP MX)"),
     Scheme("mxfp8", _grouped(8, 32, 8), note="8 bits; one 8-bit exponent per 32 inputs (OCP MX)"),
-    Scheme("nvfp4", _grouped(4, 16, 8, 8), experts_only=True, note="4 bits; one fp8 scale per 16 inputs, two fp32 per matrix"),
+    Scheme("nvfp4", _grouped(4, 16, 8, 8), experts_only=True, note="4 bits; fp8 scale per 16 inputs"),
 ]  # fmt: skip
 SCHEMES: dict[str, Scheme] = {s.name: s for s in _ROWS}
 _ALIASES = {
