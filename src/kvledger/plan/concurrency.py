@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvledger.errors import ConfigError, DoesNotFit
-from kvledger.plan.explain import Figure, Input, derive, evaluate
+from kvledger.plan.explain import Basis, Figure, Input, derive, evaluate
 from kvledger.plan.ledger import Cell, Ledger, Table
 from kvledger.plan.memory import CONTEXTS, request_figure, token_figure
 from kvledger.plan.workload import growth_blocks
@@ -100,7 +100,7 @@ def pool_requests(
         tag = f"_{index}" if len(pools) > 1 else ""
         need, shared = max(1, pool.blocks_for(context)), min(growth_blocks(pool.blocks_for, prefix), pool.num_blocks)
         inputs += [
-            Input(f"B{tag}", pool.num_blocks, "blocks", "blocks of the pool"),
+            Input(f"B{tag}", pool.num_blocks, "blocks", "blocks of the pool", basis),
             Input(f"N{tag}", need, "blocks", f"one request of {context:,} tokens, at most"),
         ]
         if shared:

@@ -202,6 +202,7 @@ def plain(value: Number) -> str:
     return f"{int(value):,}".replace(",", "_") if abs(value) >= 10_000 else str(int(value))
 
 
+_COUNTED = ("requests", "tokens", "blocks", "devices", "layers", "experts", "stages")  # 1 request, 2 requests
 _RATES = {"FLOP/s": 1e12, "B/s": 1e9}
 _RATE_NAMES = {"FLOP/s": "TFLOP/s", "B/s": "GB/s"}
 
@@ -225,4 +226,4 @@ def dress(value: Number, unit: str) -> str:
     text = (
         f"{value:,.0f}" if value == int(value) else f"{value:,.4g}" if abs(value) < 1000 else format_count(round(value))
     )
-    return f"{text} {unit}".rstrip()
+    return f"{text} {unit[:-1] if value == 1 and unit in _COUNTED else unit}".rstrip()

@@ -84,7 +84,8 @@ def plan_concurrency(made: Plan, contexts: Sequence[int] = CONTEXTS) -> Ledger:
     outcome, query = made.outcome, made.query
     rows: list[tuple[Cell, ...]] = []
     for context in contexts:
-        requests = pool_requests(outcome.memory.pools, context, min(query.prefix, context // 2), query.hit_rate)
+        prefix, memory = min(query.prefix, context // 2), outcome.memory
+        requests = pool_requests(memory.pools, context, prefix, query.hit_rate, memory.basis)
         rows.append((f"{context:,}", request_figure(outcome.rank_layout, context), requests))
     tables = (
         Table("by context", ("context", "KV per request and device", "requests"), tuple(rows)),

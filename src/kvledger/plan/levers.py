@@ -19,6 +19,7 @@ from kvledger.spec.weights import scheme_bits
 from kvledger.units import format_bytes
 
 FREE, QUALITY, MONEY, MODEL, LESS = "free", "quality", "money", "another model", "serves less"
+LEAST_GAIN = 1.02  # below it a change is not worth a line
 _ORDER = {FREE: 0, QUALITY: 0, MONEY: 0, LESS: 1, MODEL: 2}
 
 
@@ -137,7 +138,7 @@ def _try(base: Outcome, change: Change) -> Lever | None:
     requests = outcome.total_requests / base.total_requests
     tokens = outcome.tokens_per_s / base.tokens_per_s
     price = outcome.query.num_devices / base.query.num_devices
-    if max(requests, tokens) <= 1.0:
+    if max(requests, tokens) < LEAST_GAIN:
         return None
     return Lever(change, outcome, requests, tokens, requests / price)
 

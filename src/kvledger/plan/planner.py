@@ -7,7 +7,7 @@ are `ModelSpec`s or names of the catalogue.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,8 +56,17 @@ class Plan:
     @cached_property
     def figures(self) -> tuple[Figure, ...]:
         """Every number of the plan, in the order they are shown."""
-        return (*memory_figures(self.outcome), *request_figures(self.outcome), *speed_figures(self.outcome),
-                *self._workload_figures())  # fmt: skip
+        return tuple(figure for _, group in self.groups for figure in group)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[str, tuple[Figure, ...]], ...]:
+        """The figures under headings."""
+        speed = "speed and cost" + (", floors" if self.query.efficiency == 1 else "")
+        return (
+            ("memory per device", memory_figures(self.outcome)),
+            ("requests", (*request_figures(self.outcome), *self._workload_figures())),
+            (speed, speed_figures(self.outcome)),
+        )
 
     @cached_property
     def by_context(self) -> Table:
@@ -65,7 +74,8 @@ class Plan:
         pools, query = self.outcome.memory.pools, self.query
         rows: list[tuple[Cell, ...]] = []
         for context in contexts_of(self.outcome):
-            row = pool_requests(pools, context, min(query.prefix, context // 2), query.hit_rate)
+            prefix = min(query.prefix, context // 2)
+            row = pool_requests(pools, context, prefix, query.hit_rate, self.outcome.memory.basis)
             rows.append((f"{context:,}", request_figure(self.outcome.rank_layout, context), row))
         return Table(
             "requests by context, one replica", ("context", "KV per request and device", "requests"), tuple(rows)
@@ -87,7 +97,7 @@ class Plan:
                 requests_at_percentile(p.num_blocks, p.blocks_for, self.workload, percent) for p in memory.pools
             )
             label = f"requests of {self.workload.name} that fit {percent} % of the time"
-            yield given(f"requests_p{percent}", count, "requests", source, "derived", label)
+            yield given(f"requests_p{percent}", count, "requests", source, memory.basis, label)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON object; keys are stable (docs/planning.md)."""
@@ -194,10 +204,10 @@ def memory_figures(outcome: Outcome) -> tuple[Figure, ...]:
     terms = tuple(term_figure(t) for t in memory.terms)
     budget = _budget(outcome, total, terms)
     per_block = Input("P", memory.block_bytes, "B", f"one block of {memory.block_size} tokens, every slot a page")
-    blocks = derive("num_blocks", "blocks", "M // P", budget.as_input("M"), per_block)
+    blocks = derive("num_blocks", "", "M // P", budget.as_input("M"), per_block, label="blocks")
     if blocks.value != memory.num_blocks:  # several pools, or ranks that hold less: the engine's rule says why
         source = "; ".join(memory.reasons) or "the engine's profile"
-        blocks = given("num_blocks", memory.num_blocks, "blocks", source, "derived")
+        blocks = given("num_blocks", memory.num_blocks, "", source, memory.basis, "blocks")
     whole = query.model.kv_layout(kv_dtype_of(query))
     size = given(
         "block_size", memory.block_size, "tokens", f"{query.engine}'s default" if not query.block_size else "given"
@@ -229,22 +239,29 @@ def _budget(outcome: Outcome, total: Figure, terms: Sequence[Figure]) -> Figure:
 
 def request_figures(outcome: Outcome) -> tuple[Figure, ...]:
     """How many requests, and what one costs."""
-    query, memory = outcome.query, outcome.memory
-    tokens = given("kv_tokens", memory.kv_tokens, "tokens", f"as {query.engine} prints it", "derived", "KV cache size")
+    query, memory, basis = outcome.query, outcome.memory, outcome.memory.basis
+    tokens = given("kv_tokens", memory.kv_tokens, "tokens", f"as {query.engine} prints it", basis, "KV cache size")
     source, label = f"blocks ÷ blocks of {query.context:,} tokens", f"maximum concurrency at {query.context:,} tokens"
-    most = given("max_concurrency", round(memory.max_concurrency, 4), "", source, "derived", label)
-    one = pool_requests(memory.pools, query.context, query.prefix, query.hit_rate, "requests_per_replica")
-    label = f"requests at {query.context:,} tokens" + (f", {query.dp} replicas" if query.dp > 1 else "")
-    every = derive("requests_at_context", "requests", "dp × n", Input("dp", query.dp), one.as_input("n"), label=label)
-    span = given("longest_request", longest(memory.pools), "tokens", "search over the pool's blocks", "derived")
+    most = given("max_concurrency", round(memory.max_concurrency, 4), "", source, basis, label)
+    one = pool_requests(memory.pools, query.context, query.prefix, query.hit_rate, basis, "requests_at_context")
+    requests: tuple[Figure, ...] = (one,)
+    if query.dp > 1:
+        one = replace(one, name="requests_per_replica", label=f"{one.title}, per replica")
+        label = f"requests at {query.context:,} tokens, {query.dp} replicas"
+        every = derive(
+            "requests_at_context", "requests", "dp × n", Input("dp", query.dp), one.as_input("n"), label=label
+        )
+        requests = (one, every)
+    span = given("longest_request", longest(memory.pools), "tokens", "search over the pool's blocks", basis)
     per_request = request_figure(outcome.rank_layout, query.context, "kv_bytes_per_request")
-    return (tokens, most, one, every, per_request, *request_cost(memory.pools[0], memory.block_bytes), span)
+    return (tokens, most, *requests, per_request, *request_cost(memory.pools[0], memory.block_bytes), span)
 
 
 def speed_figures(outcome: Outcome) -> tuple[Figure, ...]:
     """Step time, TTFT, TPOT, tokens per second, cost: floors at the batch of the plan."""
     query, speed, timing = outcome.query, outcome.speed, outcome.timing
-    batch = given("batch", speed.batch, "requests", "given" if query.batch else "as many as fit, or as the engine runs")
+    how = "given" if query.batch else "as many as fit, at most what the engine runs"
+    batch = given("batch", speed.batch, "requests", how, "given" if query.batch else outcome.memory.basis)
     step, _ = step_figures(timing, speed.batch, query.context)
     prompt = max(1, query.context - query.output)
     label = f"TTFT floor, {prompt:,} tokens" + (f", {query.cached:,} cached" if query.cached else "")

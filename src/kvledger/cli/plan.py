@@ -1,0 +1,147 @@
+"""`kvledger plan`: one plan, or the cheapest devices that meet a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvledger.cli import plan_options as o
+from kvledger.cli.output import emit_json, say
+from kvledger.errors import ConfigError
+from kvledger.plan.query import Query
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def plan(
+    model: o.Model,
+    device: o.Device = "local",
+    tp: o.Tp = 1,
+    pp: o.Pp = 1,
+    dp: o.Dp = 1,
+    context: o.Context = None,
+    output: o.Output = None,
+    prefix: o.Prefix = "0",
+    hit_rate: o.HitRate = 1.0,
+    batch: o.Batch = None,
+    kv_dtype: o.KvDtype = "auto",
+    weights: o.Weights = None,
+    engine: o.Engine = None,
+    engine_version: o.Version = None,
+    block_size: o.BlockSize = None,
+    memory_fraction: o.Fraction = None,
+    kv_memory: o.KvMemory = None,
+    max_num_seqs: o.MaxSeqs = None,
+    max_num_batched_tokens: o.MaxTokens = None,
+    efficiency: o.Efficiency = 1.0,
+    price: o.Price = None,
+    allow_long_context: o.LongContext = False,
+    workload: Annotated[
+        str | None, typer.Option("--workload", help="Lengths: azure-conv-2023, sharegpt …, or PROMPT/OUTPUT.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help='"concurrency=64 context=8192 tpot=50ms ttft=1s"')
+    ] = None,
+    find: Annotated[bool, typer.Option("--find", help="Search devices and spreads for the target.")] = False,
+    devices: Annotated[str | None, typer.Option("--devices", help="Only these, with commas.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="The engines' rules side by side.")] = False,
+    as_lesson: o.AsLesson = False,
+    as_json: o.Json = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a self-contained report.")] = None,
+    explain: o.Explain = False,
+) -> None:
+    """Will this model fit these devices, for how many requests, how fast, at what cost."""
+    if find or target:
+        _find(model, target or "", find, devices, engine or "vllm", as_json, html)
+        return
+    query = o.query_of(
+        model, device, tp=tp, pp=pp, dp=dp, context=context, output=output, prefix=prefix, hit_rate=hit_rate,
+        batch=batch, kv_dtype=kv_dtype, weights=weights, engine=engine, engine_version=engine_version,
+        block_size=block_size, memory_fraction=memory_fraction, kv_memory_bytes=kv_memory, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, efficiency=efficiency, price_per_hour=price,
+        allow_long_context=allow_long_context or as_lesson,
+    )  # fmt: skip
+    if compare:
+        _compare(query, as_json)
+    elif as_lesson:
+        _as_lesson(query, as_json, explain)
+    else:
+        _plan(query, workload, as_json, html, explain)
+
+
+def _plan(query: Query, workload: str | None, as_json: bool, html: Path | None, explain: bool) -> None:
+    from kvledger.plan.planner import answer
+    from kvledger.plan.workload import find_workload
+
+    lengths = find_workload(workload, query.prefix, query.hit_rate if query.prefix else 0.0) if workload else None
+    made = answer(query, lengths)
+    if html is not None:
+        from kvledger.plan.report import plan_page
+
+        _write(html, plan_page(made))
+    if as_json:
+        emit_json(made.to_json())
+    elif explain:
+        from kvledger.cli.tables import console, show_accounts
+        from kvledger.plan.ledgers import accounts
+
+        show_accounts(accounts(made), console())
+    elif html is None:
+        from kvledger.cli.plan_view import show_plan
+
+        show_plan(made)
+
+
+def _find(
+    model: str, text: str, find: bool, devices: str | None, engine: str, as_json: bool, html: Path | None
+) -> None:
+    from kvledger.cli.plan_view import found_json, show_found
+    from kvledger.models import resolve_model
+    from kvledger.plan import search
+
+    if not find or not text:
+        raise ConfigError('--target and --find go together: --target "concurrency=64 context=8k tpot=50ms" --find')
+    names = [name.strip() for name in devices.split(",") if name.strip()] if devices else []
+    found = search.find(resolve_model(model), search.Target.parse(text), names, engine=engine)
+    if html is not None:
+        from kvledger.plan.report import found_page
+
+        _write(html, found_page(found))
+    if as_json:
+        emit_json(found_json(found))
+    elif html is None:
+        show_found(found)
+
+
+def _as_lesson(query: Query, as_json: bool, explain: bool) -> None:
+    from kvledger.cli.tables import show_ledger
+    from kvledger.plan.ledgers import Ask, ledger
+    from kvledger.plan.memory import CONTEXTS
+
+    made = ledger("concurrency", Ask(query, sorted({*CONTEXTS, query.context}), as_lesson=True))
+    if as_json:
+        emit_json(made.to_json())
+    else:
+        show_ledger(made, explain)
+
+
+def _compare(query: Query, as_json: bool) -> None:
+    from kvledger.cli.tables import show_ledger
+    from kvledger.plan.profiles.compare import compare_ledger  # type: ignore[import-not-found,unused-ignore]
+
+    made = compare_ledger(query.model, query.device, query.setup())
+    if as_json:
+        emit_json(made.to_json())
+    else:
+        show_ledger(made)
+
+
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    say(f"written: {path} ({len(page.encode()) / 1e6:.1f} MB)")
