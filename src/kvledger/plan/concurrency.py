@@ -89,11 +89,17 @@ def concurrency(
 
 
 def pool_requests(
-    pools: Sequence[Blocks], context: int, prefix: int = 0, hit_rate: float = 1.0, name: str = ""
+    pools: Sequence[Blocks],
+    context: int,
+    prefix: int = 0,
+    hit_rate: float = 1.0,
+    basis: Basis = "derived",
+    name: str = "",
 ) -> Figure:
     """Requests of `context` tokens side by side in an engine's pools; the scarcest pool decides.
 
-    The first `prefix` tokens are kept once for the share `hit_rate` of the requests that start with them.
+    The first `prefix` tokens are kept once for the share `hit_rate` of the requests that start with them. `basis` is
+    what the number of blocks rests on.
     """
     inputs, terms = [], []
     for index, pool in enumerate(pools):
