@@ -1,0 +1,116 @@
+"""A step's chunks as the flat arrays that kernels read: rows, segments, block tables, units of attention.
+
+A *segment* is a run of consecutive rows of one sequence; a *unit* is up to MAX_ROWS query rows of one segment.
+Holds no tensors of the model and decides nothing about the result: how work is cut cannot change a bit of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvledger.kernels.attention import MAX_ROWS, SPAN, SPLIT_ROWS
+from kvledger.sched.sequence import Sequence
+from kvledger.units import cdiv
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Positions [start, start + num_rows) of a sequence; `num_logits` of its last rows go through the output head."""
+
+    seq: Sequence
+    start: int
+    num_rows: int
+    num_logits: int
+
+
+def cut(chunks: Items[Any], max_rows: int) -> list[list[Segment]]:
+    """A step's chunks, in order, as batches of at most `max_rows` rows. A sequence's rows stay in order."""
+    batches: list[list[Segment]] = [[]]
+    room = max_rows
+    for chunk in chunks:
+        start, end = chunk.start, chunk.start + chunk.num_tokens
+        wants_from = end - chunk.num_logits
+        while start < end:
+            if room == 0:
+                batches.append([])
+                room = max_rows
+            take = min(room, end - start)
+            logits = max(0, min(take, start + take - wants_from))
+            batches[-1].append(Segment(chunk.seq, start, take, logits))
+            start, room = start + take, room - take
+    return batches
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Arrays for one run of the program; int32 unless noted. Kernels hold their addresses while it runs."""
+
+    num_rows: int
+    tokens: Array
+    positions: Array
+    segment_of: Array
+    tables: tuple[Array, ...]  # per group [segments, table_stride]
+    table_stride: int
+    segments: Array  # int64[segments, 4]
+    units: Array  # int64[units, 6]
+    merges: Array  # int64[merges, 5]
+    num_partials: int
+    logit_rows: Array
+
+
+def make_batch(segments: Items[Segment], num_groups: int, ratio: int, kv_heads: int, num_threads: int) -> Batch:
+    """Lay out `segments`. `ratio` is query heads per KV head."""
+    tokens: list[int] = []
+    for s in segments:
+        tokens += s.seq.token_ids[s.start : s.start + s.num_rows]
+    counts = np.array([s.num_rows for s in segments])
+    starts = np.array([s.start for s in segments])
+    first = np.cumsum(counts) - counts
+    segment_of = np.repeat(np.arange(len(segments), dtype=np.int32), counts)
+    rows = np.arange(len(tokens), dtype=np.int32)
+    table = np.zeros((len(segments), 4), np.int64)
+    table[:, 0], table[:, 1], table[:, 2] = first, counts, starts
+    units, merges, num_partials = _units(segments, ratio, kv_heads, num_threads)
+    stride = max(len(t) for s in segments for t in s.seq.tables)
+    wants = np.array([s.num_logits for s in segments])
+    return Batch(
+        len(tokens), np.array(tokens, np.int32), (rows + (starts - first)[segment_of]).astype(np.int32), segment_of,
+        tuple(_tables(segments, g, stride) for g in range(num_groups)), stride, table, units, merges, num_partials,
+        np.flatnonzero(rows - first[segment_of] >= (counts - wants)[segment_of]),
+    )  # fmt: skip
+
+
+def _tables(segments: Items[Segment], group: int, stride: int) -> Array:
+    table = np.zeros((len(segments), stride), np.int32)
+    for row, segment in zip(table, segments, strict=True):
+        blocks = segment.seq.tables[group]
+        row[: len(blocks)] = blocks
+    return table
+
+
+def _units(segments: Items[Segment], ratio: int, kv_heads: int, num_threads: int) -> tuple[Array, Array, int]:
+    """(units, merges, number of partial results). Spans of few, long, thin units are dealt out one by one."""
+    units: list[tuple[int, ...]] = []
+    merges: list[tuple[int, ...]] = []
+    whole = [
+        (i, row0, min(MAX_ROWS, s.num_rows * ratio - row0), cdiv(s.start + s.num_rows, SPAN))
+        for i, s in enumerate(segments)
+        for row0 in range(0, s.num_rows * ratio, MAX_ROWS)
+    ]
+    are_few = len(whole) * kv_heads < 4 * num_threads and num_threads > 1
+    partials = 0
+    for segment, row0, rows, spans in whole:
+        if are_few and rows <= SPLIT_ROWS and spans > 1:
+            units += [(segment, row0, rows, s, 1, partials + s) for s in range(spans)]
+            merges.append((segment, row0, rows, partials, spans))
+            partials += spans
+        else:
+            last = cdiv(segments[segment].start + (row0 + rows - 1) // ratio + 1, SPAN)
+            units.append((segment, row0, rows, 0, last, -1))
+    return np.array(units, np.int64), np.array(merges, np.int64).reshape(-1, 5), partials

@@ -1,0 +1,155 @@
+"""The executor that computes: packed weights, the KV pool, and a team of threads that runs the model's program.
+
+Owns the memory that the bookkeeping above only counts. Knows nothing of requests, queues or time budgets.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvledger.errors import UnsupportedModel
+from kvledger.exec.batch import Batch, cut, make_batch
+from kvledger.exec.sampler import sample_rows, score
+from kvledger.kernels import attention as att
+from kvledger.kernels import elementwise as ew
+from kvledger.kernels import matmul as mm
+from kvledger.kernels.team import Team
+from kvledger.model.decoder import HEAD_ROWS, MAX_ROWS, build
+from kvledger.model.registry import read_decoder
+from kvledger.sched.step import Chunk, Sample, Step, StepResult
+from kvledger.spec.config import ExecConfig
+from kvledger.spec.kv import KVLayout
+from kvledger.spec.model import ModelSpec
+from kvledger.weights.gguf import GGUFFile, open_gguf
+
+Array = np.ndarray[Any, Any]
+MODES = {"auto": "int12", "int8": "int8", "int8x2": "int8x2"}
+_PAD_BYTES = 1 << 16  # kernels may read, never write, a little past the last page
+
+
+class CpuExecutor:
+    """Runs steps of `spec` over a pool of `num_blocks` blocks of `layout`.
+
+    `weights`: a GGUF file or its path. Raises UnsupportedModel, DamagedFile. `progress` is told the share of tensors
+    packed. One step at a time; the GIL is free while kernels run.
+    """
+
+    def __init__(self, weights: GGUFFile | str | Path, spec: ModelSpec, layout: KVLayout, num_blocks: int,
+                 config: ExecConfig | None = None, progress: Callable[[float], None] = lambda share: None) -> None:  # fmt: skip # noqa: E501
+        config = config or ExecConfig()
+        if config.activations not in MODES:
+            raise UnsupportedModel(f"activations {config.activations!r} are not computed here; {', '.join(MODES)} are")
+        if any(t.name != "bf16" for g in layout.groups for t in (g.storage.key, g.storage.value)):
+            raise UnsupportedModel(f"KV type {layout.groups[0].storage.name} is not computed here; bf16 is")
+        gguf = weights if isinstance(weights, GGUFFile) else open_gguf(weights)
+        self.layout, self._num_blocks = layout, num_blocks
+        decoder = read_decoder(gguf.metadata, spec, gguf.tensors)
+        positions = min(decoder.max_context, num_blocks * layout.block_size)
+        self.model = build(decoder, gguf.tensors, layout, MODES[config.activations], positions, progress)
+        self._pool = mm.aligned_empty(num_blocks * layout.block_bytes + _PAD_BYTES)
+        self._pages = self._pool[: num_blocks * layout.block_bytes].reshape(layout.pool_shape(num_blocks))
+        self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
+        self._scratch = mm.aligned_empty(self._team.num_threads * self.model.scratch_bytes)
+        self._partials = np.empty(0, np.float32)
+        self._ctx = np.zeros(64, np.int64)
+        self._ctx[[mm.SCRATCH, mm.SCRATCH_BYTES, mm.NUM_THREADS]] = (
+            self._scratch.ctypes.data, self.model.scratch_bytes, self._team.num_threads)  # fmt: skip
+        self._ctx[[ew.POOL, ew.NUM_BLOCKS]] = self._pool.ctypes.data, num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def kv_bytes(self) -> int:
+        return int(self._pages.nbytes)
+
+    def run(self, step: Step) -> StepResult:
+        """Copies, then all chunks in one forward pass, then a sample per sampling chunk."""
+        start = time.perf_counter()
+        self._copy_blocks(step)
+        samples: dict[int, Sample] = {}
+        scores: dict[int, list[Sample]] = {}
+        failed: dict[int, str] = {}
+        for chunks, logits in self._logit_blocks(step):
+            for (chunk, index), row in zip(chunks, logits, strict=True):
+                self._score_prompt(chunk, index, row, scores)
+            last = [i for i, (chunk, index) in enumerate(chunks) if chunk.samples and index == chunk.num_tokens - 1]
+            new, bad = sample_rows(logits[last], [chunks[i][0].seq for i in last])
+            samples |= new
+            failed |= bad
+        return StepResult(samples, time.perf_counter() - start, {k: tuple(v) for k, v in scores.items()}, failed)
+
+    def logits(self, step: Step) -> Array:
+        """float32[rows, vocabulary] of every row that the step asks logits of, in order."""
+        self._copy_blocks(step)
+        blocks = [logits.copy() for _, logits in self._logit_blocks(step)]
+        return np.concatenate(blocks) if blocks else np.empty((0, self.model.decoder.vocab), np.float32)
+
+    def close(self) -> None:
+        """End the threads and give the pool back. Idempotent."""
+        self._team.close()
+        self._pool = self._pages = np.empty(0, np.uint8)
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _copy_blocks(self, step: Step) -> None:
+        for source, destination in step.copies:
+            self._pages[:, destination] = self._pages[:, source]
+
+    @staticmethod
+    def _score_prompt(chunk: Chunk, index: int, row: Array, scores: dict[int, list[Sample]]) -> None:
+        """Logprob of the prompt token that follows row `index` of the chunk, where the request asks for it."""
+        seq, following = chunk.seq, chunk.start + index + 1
+        if seq.params.prompt_logprobs is None or following >= seq.num_prompt_tokens:
+            return
+        scores.setdefault(seq.seq_id, []).append(score(row, seq.token_ids[following], seq.params.prompt_logprobs))
+
+    def _logit_blocks(self, step: Step) -> Any:
+        """Yields (rows as (chunk, index within it), their logits), at most HEAD_ROWS at a time."""
+        if not step.chunks:
+            return
+        rows = [(c, i) for c in step.chunks for i in range(c.num_tokens - c.num_logits, c.num_tokens)]
+        waiting, done = 0, 0
+        for segments in cut(step.chunks, MAX_ROWS):
+            batch = self._forward(segments)
+            for first in range(0, len(batch.logit_rows), HEAD_ROWS):
+                part = batch.logit_rows[first : first + HEAD_ROWS]
+                while len(part):
+                    take = part[: HEAD_ROWS - waiting]
+                    self.model.buffers.head_x[waiting : waiting + len(take)] = self.model.buffers.x[take]
+                    waiting, part = waiting + len(take), part[len(take) :]
+                    if waiting == HEAD_ROWS:
+                        yield rows[done : done + waiting], self._head(waiting)
+                        waiting, done = 0, done + waiting
+        if waiting:
+            yield rows[done:], self._head(waiting)
+
+    def _forward(self, segments: Any) -> Batch:
+        d = self.model.decoder
+        batch = make_batch(segments, len(self.layout.groups), d.heads // d.kv_heads, d.kv_heads, self._team.num_threads)
+        partial_floats = batch.num_partials * d.kv_heads * att.SPLIT_ROWS * (d.head_dim + 16)
+        if partial_floats > self._partials.size:
+            self._partials = np.empty(2 * partial_floats, np.float32)
+        ctx = self._ctx
+        ctx[mm.ROWS], ctx[ew.TABLE_STRIDE] = batch.num_rows, batch.table_stride
+        for word, array in (
+            (ew.TOKENS, batch.tokens), (ew.POSITIONS, batch.positions), (ew.SEGMENT_OF, batch.segment_of),
+            (att.SEGMENTS, batch.segments), (att.UNITS, batch.units), (att.MERGES, batch.merges),
+            (att.PARTIALS, self._partials), *((ew.TABLES + g, t) for g, t in enumerate(batch.tables)),
+        ):  # fmt: skip
+            ctx[word] = array.ctypes.data
+        ctx[att.NUM_UNITS], ctx[att.NUM_MERGES] = len(batch.units), len(batch.merges)
+        self._team.run(self.model.body, ctx)
+        return batch
+
+    def _head(self, num_rows: int) -> Array:
+        self._ctx[mm.ROWS] = num_rows
+        self._team.run(self.model.head, self._ctx)
+        return self.model.buffers.logits[:num_rows]

@@ -1,0 +1,199 @@
+"""Everything between products: embedding, RMSNorm, quantising activations, rope and KV write, gated activation.
+
+Each kernel works on whole rows, and threads share the rows; a row's arithmetic has one order whatever stands beside
+it. Products and attention are unknown here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvledger.kernels import simd
+from kvledger.kernels.jit import Kernel, inline
+from kvledger.kernels.matmul import (
+    MAX_LEVEL,
+    NUM_THREADS,
+    ROWS,
+    TERM_BITS,
+    Activations,
+    PackedMatrix,
+    group_bytes,
+)  # fmt: skip
+from kvledger.kernels.simd import float_bits
+from kvledger.kernels.team import next_item
+
+# further ctx words
+TOKENS, POSITIONS, SEGMENT_OF, TABLE_STRIDE, POOL, NUM_BLOCKS, TABLES = 4, 5, 6, 7, 8, 9, 24
+BF16_MAX = 3.3895314e38
+
+
+@inline
+def rows_chunk(ctx: int) -> int:
+    """Rows per item of work: a quarter of a thread's fair share."""
+    return max(1, simd.get_i64(ctx + 8 * ROWS) // (4 * simd.get_i64(ctx + 8 * NUM_THREADS)))
+
+
+@inline
+def quantise_group(v0, v1, values, scale_at, sum_at, shift, level):  # type: ignore[no-untyped-def]
+    """Two vectors, 32 activations → 32 high and 32 low terms at `values`, their scale, and scale × sum."""
+    largest = simd.reduce_max(simd.maximum(simd.absolute(v0), simd.absolute(v1)))
+    scale = largest / level
+    inverse = simd.splat(level / largest if largest > np.float32(0) else np.float32(0))
+    q0, q1 = simd.round_i32(simd.mul(v0, inverse)), simd.round_i32(simd.mul(v1, inverse))
+    bits, half = simd.splat_i32(np.int32(shift)), simd.splat_i32(np.int32((1 << shift) >> 1))
+    h0, h1 = simd.sra_i32(simd.add_i32(q0, half), bits), simd.sra_i32(simd.add_i32(q1, half), bits)
+    simd.store_i8(values, h0)
+    simd.store_i8(values + 16, h1)
+    simd.store_i8(values + 32, simd.sub_i32(q0, simd.shl_i32(h0, bits)))
+    simd.store_i8(values + 48, simd.sub_i32(q1, simd.shl_i32(h1, bits)))
+    simd.put_f32(scale_at, scale)
+    simd.put_f32(sum_at, scale * np.float32(simd.reduce_add_i32(simd.add_i32(q0, q1))))
+
+
+@inline
+def inverse_rms(x, dim, eps):  # type: ignore[no-untyped-def]
+    """1 / √(mean x² + eps) of `dim` float32 at x; `dim` is a multiple of 16."""
+    total = simd.splat(np.float32(0))
+    for k in range(0, dim, 16):
+        v = simd.load_f32(x + 4 * k)
+        total = simd.fma(v, v, total)
+    return np.float32(1) / np.sqrt(simd.reduce_add(total) / np.float32(dim) + eps)
+
+
+def _norm_quantise(op: int, ctx: int, thread: int) -> None:
+    """Arguments: x, weight (0: no norm), values, scales, sums, dim, eps, shift, level, row index (0: all rows)."""
+    x, weight = simd.get_i64(op + 8), simd.get_i64(op + 16)
+    values, scales, sums = simd.get_i64(op + 24), simd.get_i64(op + 32), simd.get_i64(op + 40)
+    dim, eps = simd.get_i64(op + 48), simd.as_f32(simd.get_i64(op + 56))
+    shift, level = simd.get_i64(op + 64), np.float32(simd.get_i64(op + 72))
+    groups = dim // 32
+    rows, chunk = simd.get_i64(ctx), rows_chunk(ctx)
+    while True:
+        first = next_item(op) * chunk
+        if first >= rows:
+            break
+        for row in range(first, min(first + chunk, rows)):
+            xr = x + row * dim * 4
+            factor = simd.splat(np.float32(1))
+            if weight != 0:
+                factor = simd.splat(inverse_rms(xr, dim, eps))
+            for g in range(groups):
+                v0, v1 = simd.load_f32(xr + g * 128), simd.load_f32(xr + g * 128 + 64)
+                if weight != 0:
+                    v0 = simd.mul(simd.mul(v0, factor), simd.load_f32(weight + g * 128))
+                    v1 = simd.mul(simd.mul(v1, factor), simd.load_f32(weight + g * 128 + 64))
+                at = row * groups + g
+                quantise_group(v0, v1, values + at * 64, scales + at * 4, sums + at * 4, shift, level)
+
+
+@inline
+def silu(x):  # type: ignore[no-untyped-def]
+    """x / (1 + e^−x)."""
+    one = simd.splat(np.float32(1))
+    return simd.div(x, simd.add(one, simd.exp(simd.sub(simd.splat(np.float32(0)), x))))
+
+
+@inline
+def tanh(x):  # type: ignore[no-untyped-def]
+    """1 − 2 / (e^2x + 1)."""
+    one, two = simd.splat(np.float32(1)), simd.splat(np.float32(2))
+    return simd.sub(one, simd.div(two, simd.add(simd.exp(simd.mul(two, x)), one)))
+
+
+@inline
+def gelu(x):  # type: ignore[no-untyped-def]
+    """The tanh form of GELU (Hendrycks & Gimpel, arXiv:1606.08415)."""
+    cube = simd.mul(simd.mul(x, x), x)
+    inner = simd.mul(simd.splat(np.float32(0.7978845608)), simd.fma(simd.splat(np.float32(0.044715)), cube, x))
+    half = simd.mul(simd.splat(np.float32(0.5)), x)
+    return simd.fma(half, tanh(inner), half)
+
+
+def _gate_quantise(op: int, ctx: int, thread: int) -> None:
+    """Arguments: gate and up (rows of gate, then up), values, scales, sums, dim, shift, level, 0 silu or 1 gelu."""
+    x = simd.get_i64(op + 8)
+    values, scales, sums = simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
+    dim, shift, level = simd.get_i64(op + 40), simd.get_i64(op + 48), np.float32(simd.get_i64(op + 56))
+    kind = simd.get_i64(op + 64)
+    groups = dim // 32
+    total = simd.get_i64(ctx) * groups
+    chunk = max(4, total // (8 * simd.get_i64(ctx + 8 * NUM_THREADS)))
+    while True:
+        first = next_item(op) * chunk
+        if first >= total:
+            break
+        for at in range(first, min(first + chunk, total)):
+            gate = x + (at // groups * 2 * dim + at % groups * 32) * 4
+            g0, g1 = simd.load_f32(gate), simd.load_f32(gate + 64)
+            if kind == 0:
+                g0, g1 = silu(g0), silu(g1)
+            else:
+                g0, g1 = gelu(g0), gelu(g1)
+            up = gate + dim * 4
+            v0, v1 = simd.mul(g0, simd.load_f32(up)), simd.mul(g1, simd.load_f32(up + 64))
+            quantise_group(v0, v1, values + at * 64, scales + at * 4, sums + at * 4, shift, level)
+
+
+def _embed(op: int, ctx: int, thread: int) -> None:
+    """Arguments: packed matrix, x, dim, bits, bytes of a tile's group, wide, scale."""
+    w, x, dim, bits = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
+    stride, wide, scale = simd.get_i64(op + 40), simd.get_i64(op + 48), simd.as_f32(simd.get_i64(op + 56))
+    tokens, rows, chunk = simd.get_i64(ctx + 8 * TOKENS), simd.get_i64(ctx), rows_chunk(ctx)
+    groups = dim // 32
+    while True:
+        first = next_item(op) * chunk
+        if first >= rows:
+            break
+        for row in range(first, min(first + chunk, rows)):
+            token = np.int64(simd.get_i32(tokens + 4 * row))
+            for g in range(groups):
+                at = w + (token // 16 * groups + g) * stride
+                lane = token % 16
+                if wide != 0:
+                    d = simd.get_f32(at + 64 * bits + lane * 4)
+                    m = simd.get_f32(at + 64 * bits + 64 + lane * 4)
+                else:
+                    d = simd.get_f16(at + 64 * bits + lane * 2)
+                    m = simd.get_f16(at + 64 * bits + 32 + lane * 2)
+                for k in range(32):
+                    if bits == 8:
+                        level = np.int32(simd.get_u8(at + k // 4 * 64 + lane * 4 + k % 4))
+                    else:
+                        both = np.int32(simd.get_u8(at + k // 8 * 64 + lane * 4 + k % 4))
+                        level = (both >> 4) if k // 4 % 2 else (both & 15)
+                    simd.put_f32(x + (row * dim + g * 32 + k) * 4, (d * np.float32(level) + m) * scale)
+
+
+NORM_QUANTISE = Kernel("norm_quantise", _norm_quantise)
+GATE_QUANTISE = Kernel("gate_quantise", _gate_quantise)
+EMBED = Kernel("embed", _embed)
+
+
+def _into(out: Activations) -> list[int]:
+    return [out.values.ctypes.data, out.scales.ctypes.data, out.sums.ctypes.data]
+
+
+def _levels(mode: str) -> list[int]:
+    shift = TERM_BITS[mode]
+    return [shift, MAX_LEVEL[shift]]
+
+
+def norm_quantise(x: int, weight: np.ndarray, out: Activations, eps: float, mode: str) -> list[int]:
+    """The op out = quantised RMSNorm(x) · weight (Zhang & Sennrich, arXiv:1910.07467); x: float32[rows, dim]."""
+    return [NORM_QUANTISE.address, x, weight.ctypes.data, *_into(out), out.cols, float_bits(eps), *_levels(mode)]
+
+
+def quantise(x: int, out: Activations, mode: str) -> list[int]:
+    """The op out = quantised x; x: float32[rows, dim]."""
+    return [NORM_QUANTISE.address, x, 0, *_into(out), out.cols, 0, *_levels(mode)]
+
+
+def gate_quantise(x: int, out: Activations, mode: str, activation: str) -> list[int]:
+    """The op out = quantised act(gate) · up (Shazeer, arXiv:2002.05202); x: float32[rows, gate then up]."""
+    return [GATE_QUANTISE.address, x, *_into(out), out.cols, *_levels(mode), {"silu": 0, "gelu": 1}[activation]]
+
+
+def embed(w: PackedMatrix, x: int, scale: float = 1.0) -> list[int]:
+    """The op x[row] = scale · row `tokens[row]` of w; x: float32[rows, cols]."""
+    stride = group_bytes(w.bits, w.wide)
+    return [EMBED.address, w.data.ctypes.data, x, w.cols, w.bits, stride, int(w.wide), float_bits(scale)]

@@ -1,0 +1,92 @@
+"""Compiled kernels with one C signature, cached on disk. Knows nothing of what they compute.
+
+A kernel is a function `(op, ctx, thread)` of three addresses' worth of integers: the op's row of arguments, the step's
+context, and which thread of the team it runs on. `Kernel.address` compiles it, or loads it from the cache, when first
+asked. Numba looks only at the file a function stands in to see whether a cached copy is stale; kernels inline code from
+several files, so the cache folder is named by a hash of all of them and of the instruction set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numba
+from numba import cfunc, njit
+from numba.core import types
+
+from kvledger.data.host import cache_dir
+from kvledger.kernels.isa import ISA
+
+SIGNATURE = types.void(types.int64, types.int64, types.int64)
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
+
+
+@cache
+def cache_folder() -> Path:
+    """Where compiled code is kept: under $NUMBA_CACHE_DIR or the user's cache folder, or a temporary one."""
+    digest = hashlib.sha256(f"{numba.__version__} {ISA}".encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    base = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_dir() / "compiled")
+    folder = base / digest.hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass  # a read-only home: compile again in every process
+    return Path(tempfile.mkdtemp(prefix="kvledger-"))
+
+
+@contextmanager
+def _cache_here() -> Iterator[None]:
+    """Numba reads its cache folder when a function is decorated; others' functions are left alone."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(cache_folder())
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def cached_njit(function: Callable[..., Any]) -> Any:
+    """`numba.njit` without the GIL, cached in our folder."""
+    with _cache_here():
+        return njit(nogil=True, cache=True, **OPTIONS)(function)
+
+
+inline = njit(inline="never", **OPTIONS)  # helpers of kernels: compiled into whoever calls them
+
+
+class Kernel:
+    """A kernel made of a template and the inner functions bound to its global names."""
+
+    def __init__(self, name: str, template: Callable[[int, int, int], None], **bindings: Any) -> None:
+        self.name = name
+        assert isinstance(template, FunctionType)
+        # a copy with other globals, not a closure: Numba could not cache a closure over emitted functions
+        function = FunctionType(template.__code__, {**template.__globals__, **bindings}, name)
+        function.__qualname__ = name
+        function.__module__ = template.__module__
+        self._function = function
+        self._compiled: Any = None
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    @property
+    def address(self) -> int:
+        """Where the machine code lies; valid for the life of the process."""
+        if self._compiled is None:
+            with _cache_here():
+                self._compiled = cfunc(SIGNATURE, cache=True, **OPTIONS)(self._function)
+        return int(self._compiled.address)

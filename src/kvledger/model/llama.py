@@ -1,0 +1,52 @@
+"""Llama and what has its plan: SmolLM2, Llama 2 and 3.x, Mistral. The pattern that other architectures vary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvledger.model.decoder import Decoder
+from kvledger.model.packing import Tensor, dense
+from kvledger.model.rope import Rope, yarn_factors, yarn_magnitude
+from kvledger.spec.from_gguf import Facts
+from kvledger.spec.kv import WindowKV
+from kvledger.spec.model import ModelSpec
+
+
+def read(facts: Facts, spec: ModelSpec, tensors: Mapping[str, Tensor], *, pairs: bool = True) -> Decoder:
+    """The decoder that a GGUF's metadata describes. `pairs`: queries and keys rotate neighbouring channels."""
+    dim = facts.key_dim(0)
+    rope = read_rope(facts, tensors, facts.count("rope.dimension_count", dim))
+    caches = [layer.cache for layer in spec.layers]
+    return Decoder(
+        hidden=spec.hidden_size,
+        heads=facts.positive("attention.head_count"),
+        kv_heads=facts.positive("attention.head_count_kv", facts.positive("attention.head_count")),
+        head_dim=dim,
+        inner=facts.positive("feed_forward_length"),
+        num_layers=spec.num_layers,
+        vocab=spec.vocab_size,
+        max_context=spec.max_context,
+        eps=number(facts, "attention.layer_norm_rms_epsilon"),
+        ropes=(rope,) * spec.num_layers,
+        windows=tuple(c.window if isinstance(c, WindowKV) else 0 for c in caches),
+        pairs=pairs,
+    )
+
+
+def number(facts: Facts, key: str, default: float | None = None) -> float:
+    """A real number of the metadata. Raises DamagedFile where it is missing."""
+    value = facts.metadata.get(f"{facts.arch}.{key}", default)
+    return float(value) if isinstance(value, int | float) else float(facts.count(key))
+
+
+def read_rope(facts: Facts, tensors: Mapping[str, Tensor], dim: int) -> Rope:
+    """Rope as the metadata says; frequency factors from the tensor where the file has one (Llama 3)."""
+    base = number(facts, "rope.freq_base", 10000.0)
+    kind = facts.metadata.get(f"{facts.arch}.rope.scaling.type", "none")
+    factor = number(facts, "rope.scaling.factor", 1.0)
+    if "rope_freqs.weight" in tensors:
+        return Rope(dim, base, factors=tuple(dense(tensors["rope_freqs.weight"]).reshape(-1).tolist()))
+    if kind == "yarn":
+        trained = facts.positive("rope.scaling.original_context_length")
+        return Rope(dim, base, factors=yarn_factors(dim, base, factor, trained), magnitude=yarn_magnitude(factor))
+    return Rope(dim, base, linear=factor if kind == "linear" else 1.0)

@@ -1,0 +1,133 @@
+"""Tensors of a file → packed matrices for the kernels, and plain float32 vectors. Knows ggml's block formats.
+
+4-bit types with a scale (and minimum) per 32 stay as they are; 5- and 8-bit ones take a byte per weight, without loss.
+Everything else is dequantised and quantised again to 8 bits with a scale per 32 (and `requantised` says so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from kvledger.errors import UnsupportedModel
+from kvledger.kernels.matmul import GROUP, PackedMatrix, pack
+
+Array = np.ndarray[Any, Any]
+
+
+class Tensor(Protocol):
+    """A tensor as stored: flat uint8 `data` of `ggml_type` blocks; `shape` rows first."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: str
+    data: Array
+
+
+class Levels(NamedTuple):
+    """w[n, k] = scale[n, k/32] · level[n, k] + minimum[n, k/32]."""
+
+    level: Array  # uint8[N, K]
+    scale: Array  # float32[N, K/32]
+    minimum: Array
+    bits: int
+
+
+def _half(raw: Array) -> Array:
+    return np.ascontiguousarray(raw).view(np.float16)[..., 0].astype(np.float32)
+
+
+def _nibbles(raw: Array) -> Array:
+    """ggml's order in a block of 32: low nibbles are inputs 0–15, high nibbles 16–31."""
+    return np.concatenate([raw & 15, raw >> 4], axis=-1)
+
+
+def _fifth_bit(raw: Array) -> Array:
+    """Bit 4 of each of 32 levels from a little-endian word."""
+    return np.unpackbits(raw, axis=-1, bitorder="little") << 4
+
+
+def _q4_0(b: Array) -> tuple[Array, Array, Array]:
+    d = _half(b[..., :2])
+    return _nibbles(b[..., 2:]), d, -8 * d
+
+
+def _q4_1(b: Array) -> tuple[Array, Array, Array]:
+    return _nibbles(b[..., 4:]), _half(b[..., :2]), _half(b[..., 2:4])
+
+
+def _q5_0(b: Array) -> tuple[Array, Array, Array]:
+    d = _half(b[..., :2])
+    return _nibbles(b[..., 6:]) | _fifth_bit(b[..., 2:6]), d, -16 * d
+
+
+def _q5_1(b: Array) -> tuple[Array, Array, Array]:
+    return _nibbles(b[..., 8:]) | _fifth_bit(b[..., 4:8]), _half(b[..., :2]), _half(b[..., 2:4])
+
+
+def _q8_0(b: Array) -> tuple[Array, Array, Array]:
+    d = _half(b[..., :2])
+    return b[..., 2:] ^ np.uint8(128), d, -128 * d
+
+
+_BLOCKS: dict[str, tuple[int, int, Callable[[Array], tuple[Array, Array, Array]]]] = {
+    "Q4_0": (18, 4, _q4_0), "Q4_1": (20, 4, _q4_1), "Q5_0": (22, 8, _q5_0), "Q5_1": (24, 8, _q5_1),
+    "Q8_0": (34, 8, _q8_0),
+}  # fmt: skip
+
+
+def levels_of(tensor: Tensor) -> Levels:
+    """The levels of a matrix. Raises UnsupportedModel where rows are no multiple of 32."""
+    n, k = tensor.shape[-2:]
+    if k % GROUP:
+        raise UnsupportedModel(f"{tensor.name}: rows of {k} weights are no multiple of {GROUP}")
+    if tensor.ggml_type not in _BLOCKS:
+        return quantise_8bit(dense(tensor).reshape(-1, k))
+    size, bits, decode = _BLOCKS[tensor.ggml_type]
+    level, scale, minimum = decode(np.asarray(tensor.data).reshape(-1, k // GROUP, size))
+    return Levels(level.reshape(-1, k), scale, minimum.astype(np.float32), bits)
+
+
+def quantise_8bit(w: Array) -> Levels:
+    """float32[N, K] → 8 bits with a scale per 32: level − 128 = round(127 w / max|w|)."""
+    groups = w.reshape(len(w), -1, GROUP)
+    scale = (np.abs(groups).max(-1) / 127).astype(np.float32)
+    safe = np.where(scale > 0, scale, 1)[..., None]
+    level = (np.rint(groups / safe) + 128).astype(np.uint8)
+    return Levels(level.reshape(w.shape), scale, -128 * scale, 8)
+
+
+def dense(tensor: Tensor) -> Array:
+    """The tensor as float32. Raises UnsupportedModel for a type nobody decodes."""
+    raw = np.ascontiguousarray(tensor.data)
+    if tensor.ggml_type == "F32":
+        return raw.view(np.float32).reshape(tensor.shape)
+    if tensor.ggml_type == "F16":
+        return raw.view(np.float16).astype(np.float32).reshape(tensor.shape)
+    if tensor.ggml_type == "BF16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
+    from kvledger.weights.quantised import dequantise
+
+    return dequantise(raw, tensor.ggml_type, tensor.shape)
+
+
+def pack_matrices(tensors: Sequence[Tensor], rows: Sequence[Array | None] | None = None) -> PackedMatrix:
+    """Several matrices of equal input size as one, stacked; `rows[i]` reorders the outputs of tensor i."""
+    parts = [levels_of(t) for t in tensors]
+    if len({p.bits for p in parts}) > 1:
+        parts = [p._replace(bits=8) for p in parts]  # a byte holds fewer bits, too
+    ordered = [p if r is None else _take(p, r) for p, r in zip(parts, rows or [None] * len(parts), strict=True)]
+    level, scale, minimum = (np.concatenate([p[i] for p in ordered]) for i in range(3))
+    return pack(level, scale, minimum, parts[0].bits)
+
+
+def _take(p: Levels, rows: Array) -> Levels:
+    return Levels(p.level[rows], p.scale[rows], p.minimum[rows], p.bits)
+
+
+def halves_from_pairs(heads: int, dim: int) -> Array:
+    """Row order that turns rope on neighbouring channels (as GGUF stores Llama) into rope on halves."""
+    within = np.concatenate([np.arange(0, dim, 2), np.arange(1, dim, 2)])
+    return (np.arange(heads)[:, None] * dim + within).reshape(-1)

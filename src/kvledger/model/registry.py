@@ -1,0 +1,29 @@
+"""Architecture → the function that reads it. Adding one is a file and a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvledger.errors import UnsupportedModel, nearest
+from kvledger.model import llama
+from kvledger.model.decoder import Decoder
+from kvledger.model.packing import Tensor
+from kvledger.spec.from_gguf import Facts
+from kvledger.spec.model import ModelSpec
+
+Reader = Callable[[Facts, ModelSpec, Mapping[str, Tensor]], Decoder]
+READERS: dict[str, Reader] = {
+    "llama": llama.read,
+    "mistral": llama.read,
+}
+
+
+def read_decoder(metadata: Mapping[str, Any], spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Decoder:
+    """The decoder of a GGUF. Raises UnsupportedModel, naming what is supported, and DamagedFile."""
+    arch = spec.architecture
+    if arch not in READERS:
+        close = nearest(arch, READERS)
+        hint = f"; nearest: {', '.join(close)}" if close else ""
+        raise UnsupportedModel(f"architecture {arch!r} is not computed here{hint}; supported: {', '.join(READERS)}")
+    return READERS[arch](Facts(arch, metadata), spec, tensors)
