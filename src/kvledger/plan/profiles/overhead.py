@@ -46,8 +46,8 @@ _CUDA_SHARE = 0.994  # where no log was seen
 
 
 def cuda_bytes(device: DeviceSpec) -> int:
-    """Memory that an engine's allocator sees. On a GPU a little less than the driver reports."""
-    if device.kind != "gpu":
+    """Memory that an engine's allocator sees: on a GPU a little less than the driver reports, unless measured so."""
+    if device.kind != "gpu" or device.measured:
         return device.memory_bytes
     known = _CUDA_TOTAL.get(device.name)
     return int(known * GIB) if known else int(device.memory_bytes * _CUDA_SHARE)

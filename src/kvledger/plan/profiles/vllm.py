@@ -71,6 +71,11 @@ class VllmProfile:
             lines, tuple(reasons),
         )  # fmt: skip
 
+    def budget(self, model: ModelSpec, device: DeviceSpec, setup: Setup) -> list[Band]:
+        """KV bytes of every pipeline stage, without asking whether a block fits."""
+        batch = default_batch(device, self._version, setup, setup.max_model_len or model.max_context)
+        return self._budget(model, device, setup, batch)[2]
+
     def _batches(self, setup: Setup) -> int:
         """Steps in flight: pipeline stages, and one more with asynchronous scheduling (counted in 0.32)."""
         if setup.concurrent_batches:

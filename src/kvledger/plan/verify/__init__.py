@@ -1,0 +1,1 @@
+"""Plan against fact: rows of cases and start-up logs, every difference with its cause."""

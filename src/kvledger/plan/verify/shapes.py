@@ -1,0 +1,83 @@
+"""The model behind a record: from the catalogue, or from the plain formula that a case row carries.
+
+A formula gives one rank's heads, so its model counts as already sharded. Knows no engines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from kvledger.data import catalogue
+from kvledger.errors import ConfigError, UnknownName
+from kvledger.plan.verify.record import Record
+from kvledger.spec.kv import CacheSpec, FullKV, LatentKV
+from kvledger.spec.model import Layer, ModelSpec
+
+_HEADS = re.compile(r"(\d{1,4})L .{0,30}?x (\d{1,3}) (?:kv|heads)[^x]{0,20}x \((\d{1,4})\+(\d{1,4})\)")
+_LATENT = re.compile(r"(\d{1,4})L x (\d{2,4}) x ([\d.]+) B")
+_SPARSE = re.compile(r"(\d{1,4})L .{0,20}?x \(656[^+]*\+\s*132")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model, where it is from, and whether its heads are already one rank's."""
+
+    model: ModelSpec
+    source: str
+    is_sharded: bool = False
+
+
+def shape_of(record: Record) -> Shape:
+    """The model of `record`. Raises UnknownName when neither name nor formula tells."""
+    try:
+        found = catalogue.model(record.model)
+        return Shape(_part(found, record.part or part_of(found, record)), f"catalogue: {found.name}")
+    except UnknownName:
+        shape = from_formula(record.formula)
+        if shape is None:
+            raise
+        return shape
+
+
+def part_of(model: ModelSpec, record: Record) -> str:
+    """The kind of layers that a figure of SGLang or llama.cpp is about, from its formula's layer count."""
+    counted = re.match(r"(\d{1,4})L ", record.formula)
+    if counted is None or record.engine == "vllm":
+        return ""
+    kinds = Counter(x.cache.kind for x in model.layers if x.cache is not None and x.cache.kind != "state")
+    matching = [k for k, n in kinds.items() if n == int(counted[1])]
+    return matching[0] if len(kinds) > 1 and len(matching) == 1 else ""
+
+
+def _part(model: ModelSpec, part: str) -> ModelSpec:
+    """Only the layers of kind `part`; the model itself where that is empty."""
+    if not part:
+        return model
+    kept = tuple(x for x in model.layers if x.cache is not None and (x.cache.kind == part))
+    if not kept:
+        raise ConfigError(f"{model.name} has no {part} layers")
+    return replace(model, layers=kept)
+
+
+def from_formula(text: str) -> Shape | None:
+    """`80L x 4 kv-heads/GPU x (128+128) x 2 B` and its like → a model of equal layers; None for anything else."""
+    found = _SPARSE.match(text)
+    if found:
+        return _uniform(LatentKV(512, 64, 132), int(found[1]), text)
+    found = _HEADS.match(text)
+    if found:
+        return _uniform(FullKV(int(found[2]), int(found[3]), int(found[4])), int(found[1]), text)
+    found = _LATENT.match(text)
+    if found and int(found[2]) > 64:
+        return _uniform(LatentKV(int(found[2]) - 64, 64), int(found[1]), text)
+    return None
+
+
+def _uniform(spec: CacheSpec, num_layers: int, text: str) -> Shape | None:
+    if not 0 < num_layers <= 1000:
+        return None
+    layers = (Layer(spec, 0),) * num_layers
+    model = ModelSpec("unnamed", "unknown", 0, 0, 1 << 20, layers, 1, 0, 0, source="the record's formula")
+    return Shape(model, f"the record's formula: {text}", is_sharded=True)
