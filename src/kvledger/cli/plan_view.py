@@ -116,7 +116,7 @@ def front_plot(found: Found, width: int = 64, height: int = 12) -> list[str]:
     for x, y, met in points:
         column, row = round((x - x0) / (x1 - x0 or 1) * (width - 1)), round((y1 - y) / (y1 - y0 or 1) * (height - 1))
         grid[row][column] = "x" if met else "o"
-    top, low = (f"{found.front[i].outcome.speed.tpot_sustained_s * 1e3:.0f} ms" for i in (0, -1))
+    top, low = (dress(found.front[i].outcome.speed.tpot_sustained_s, "s") for i in (0, -1))
     left, right = (f"${found.front[i].price_per_hour:.2f}/h" for i in (0, -1))
     lines = ["".join(row).rstrip() for row in grid]
     lines[0], lines[-1] = f"{lines[0]}  TPOT {top}".rstrip(), lines[-1].ljust(width) + f"  {low}"

@@ -141,6 +141,6 @@ def request_cost(pool: Blocks, block_bytes: int, unit: int = 4096) -> tuple[Figu
     )  # fmt: skip
     fixed = derive(
         "request_fixed_bytes", "B", "P × N_1 − k × s", p, Input("N_1", near, "blocks", f"{far} tokens"),
-        slope.as_input("k"), Input("s", far, "tokens"), label="request: fixed",
+        slope.as_input("k"), Input("s", far, "tokens"), label="request: fixed, once windows are full",
     )  # fmt: skip
     return fixed, slope

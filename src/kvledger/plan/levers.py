@@ -125,7 +125,8 @@ def _with_caches(query: Query, change: Callable[[FullKV], CacheSpec]) -> Query:
 
 
 def levers(base: Outcome) -> tuple[Lever, ...]:
-    """Every change that can be answered and gains requests or tokens, best first."""
+    """Every change that can be answered and gains requests or tokens at as many as fit, best first."""
+    base = evaluate(replace(base.query, batch=None), base.memory, base.timing) if base.query.batch else base
     found = [lever for change in changes(base.query) if (lever := _try(base, change)) is not None]
     return tuple(sorted(found, key=lambda x: (_ORDER[x.change.kind], -x.per_dollar_gain, -x.tokens_gain)))
 

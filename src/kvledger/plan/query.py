@@ -85,6 +85,8 @@ class Query:
 def check(query: Query) -> tuple[str, ...]:
     """Warnings about a query that can be answered. Raises ConfigError for one that cannot."""
     check_split(query.model, query.tp, query.pp)
+    if query.engine == "kvledger" and query.device.kind != "cpu":
+        raise ConfigError(f"kvledger computes on CPUs, not on {query.device.name}; use --engine vllm or --device local")
     if query.output >= query.context:
         raise ConfigError(f"output {query.output:,} leaves no prompt in a context of {query.context:,} tokens")
     if query.prefix > query.context - query.output:
