@@ -21,16 +21,18 @@ LARGE_DEVICE_BYTES = 70 * GIB  # from here on vLLM chooses larger batches (engin
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Fitted constants; bytes unless the name says otherwise. Eras: V0 (< 0.8), V1, V1 since 0.17."""
+    """Fitted constants; bytes unless the name says otherwise. Eras: V0 (< 0.8), V1 up to 0.16, V1 since 0.17."""
 
-    logit_bytes_old: float = 38.1  # per logit in the sampler, V1 up to 0.16
-    logit_bytes: float = 14.6  # since 0.17
-    hidden_factor: float = 1.5  # hidden states alive beside the sampler, × tokens × hidden × 2 B
+    logit_bytes_old: float = 38.2  # per logit in the sampler, V1 up to 0.16
+    logit_bytes: float = 14.7  # since 0.17
+    hidden_factor: float = 1.35  # hidden states alive beside the sampler, × tokens × hidden × 2 B
     vision: float = 0.19 * GIB  # buffers of a vision tower left over
-    non_torch_one: float = 0.25 * GIB  # context, cuBLAS workspaces
-    non_torch_old: float = 0.14 * GIB  # the same up to 0.16
-    non_torch_many: float = 2.08 * GIB  # with NCCL and symmetric memory, TP > 1 on large NVLink devices since 0.15
-    non_torch_many_old: float = 0.55 * GIB  # TP > 1 otherwise
+    non_torch_one: float = 0.25 * GIB  # TP 1 since 0.17: context, cuBLAS workspaces
+    non_torch_old: float = 0.14 * GIB  # TP 1 in V1 up to 0.16
+    non_torch_v0: float = 0.35 * GIB  # TP 1 in V0
+    non_torch_many: float = 2.07 * GIB  # TP 2 on large NVLink devices since 0.17: NCCL, symmetric memory
+    non_torch_many_old: float = 0.55 * GIB  # TP 2 otherwise
+    non_torch_rank: float = 0.04 * GIB  # each rank beyond the second
     graph_base: float = 0.45 * GIB
     graph_layer: float = 0.016 * GIB  # per layer
 
@@ -165,13 +167,13 @@ def has_vision(model: ModelSpec) -> bool:
 
 def non_torch_term(device: DeviceSpec, setup: Setup, version: Version, c: Constants = FITTED) -> Term:
     """CUDA context, library workspaces and communication buffers."""
-    large = device.memory_bytes >= LARGE_DEVICE_BYTES
     if setup.tp == 1:
-        mid = c.non_torch_one if version >= (0, 17, 0) or version < (0, 8, 0) else c.non_torch_old
+        eras = ((0, 8, 0), c.non_torch_v0), ((0, 17, 0), c.non_torch_old)
+        mid = next((size for end, size in eras if version < end), c.non_torch_one)
         note = "context and library workspaces"
     else:
-        mid = c.non_torch_many if large and version >= (0, 15, 0) else c.non_torch_many_old
-        mid += 0.03 * GIB * (setup.tp - 2)
+        symmetric = device.memory_bytes >= LARGE_DEVICE_BYTES and version >= (0, 17, 0)
+        mid = (c.non_torch_many if symmetric else c.non_torch_many_old) + c.non_torch_rank * (setup.tp - 2)
         note = f"with communication buffers of {setup.tp} ranks"
     slack = 0.1 * GIB + 0.15 * mid
     return Term("non_torch", Band(int(max(0, mid - slack)), int(mid), int(mid + slack)), "fitted", note)

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 
 from kvledger.errors import ConfigError, DoesNotFit
 from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term, parse_version
-from kvledger.plan.profiles.overhead import Batch, Version, activation_term, cuda_bytes, default_batch, vllm_terms
+from kvledger.plan.profiles.overhead import (
+    FITTED,
+    Batch,
+    Constants,
+    Version,
+    activation_term,
+    cuda_bytes,
+    default_batch,
+    vllm_terms,
+)
 from kvledger.plan.profiles.vllm_groups import (
     StateRules,
     block_bytes_of,
@@ -39,6 +48,7 @@ class VllmProfile:
 
     version: str = NEWEST
     name: str = "vllm"
+    constants: Constants = FITTED
 
     @property
     def _version(self) -> Version:
@@ -94,7 +104,7 @@ class VllmProfile:
         budget = int(cuda_bytes(device) * fraction)
         last = setup.pp - 1
         stages = [
-            (w, *vllm_terms(model, device, setup, self._version, batch, has_head=i == last))
+            (w, *vllm_terms(model, device, setup, self._version, batch, i == last, self.constants))
             for i, w in enumerate(stage_weights(model, setup))
         ]
         bands = [_left(budget, terms) for terms in stages]

@@ -255,10 +255,8 @@ def budget_checks(record: Record, shape: Shape) -> list[Check]:
 
 
 def _can_budget(record: Record, shape: Shape) -> bool:
-    complete = (
-        record.available_gib is not None and record.weights_gib is not None and record.memory_fraction is not None
-    )
-    return record.engine == "vllm" and not record.is_fork and not shape.is_sharded and complete
+    needed = (record.available_gib, record.weights_gib, record.memory_fraction)
+    return record.engine == "vllm" and not record.is_fork and not shape.is_sharded and None not in needed
 
 
 def budget_band(record: Record, shape: Shape, setup: Setup, device: DeviceSpec) -> Band:
