@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvledger.data.host import host_memory
 from kvledger.engine import Engine
-from kvledger.errors import ConfigError, UnsupportedModel
+from kvledger.errors import ConfigError
 from kvledger.plan.pool import PoolPlan, local_pool
 from kvledger.sched.scheduler import Scheduler
 from kvledger.spec.config import EngineConfig
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvledger.exec.base import Executor
     from kvledger.text.chat import ChatTemplate
     from kvledger.text.tokenizer import Tokenizer
-    from kvledger.weights.gguf import GGUFFile
+    from kvledger.weights.open import WeightsFile
 
 Progress = Callable[[str], None]
 
@@ -52,11 +52,11 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
     from kvledger.spec.from_gguf import model_from_gguf
     from kvledger.text.chat import ChatTemplate
     from kvledger.text.tokenizer import Tokenizer
-    from kvledger.weights.gguf import open_gguf
+    from kvledger.weights.open import open_weights
 
     config, say = config or EngineConfig(), progress or _say_nothing
     path = _locate(str(model), say)
-    gguf = open_gguf(path)
+    gguf = open_weights(path)
     spec = model_from_gguf(gguf.metadata, gguf.facts, str(path))
     max_model_len = context_of(spec, config)
     pool = local_pool(spec, config, *host_memory())
@@ -92,10 +92,7 @@ def _locate(name: str, say: Progress) -> Path:
     from kvledger.weights.store import resolve
 
     say(f"looking for {name}")
-    path = resolve(name, lambda done, total: say(_share("fetching", done, total)))
-    if path.is_dir():
-        raise UnsupportedModel(f"{path} is a folder; only GGUF files are served so far")
-    return path
+    return resolve(name, lambda done, total: say(_share("fetching", done, total)))
 
 
 def _share(what: str, done: int, total: int | None) -> str:
@@ -119,7 +116,7 @@ def _say_nothing(text: str) -> None:
     return
 
 
-def _fingerprint(gguf: GGUFFile, pool: PoolPlan) -> bytes:
+def _fingerprint(gguf: WeightsFile, pool: PoolPlan) -> bytes:
     """Tells apart caches that must not be mixed: another file, another layout."""
     facts = (sorted(gguf.facts.items()), repr(pool.layout))
     return hashlib.sha256(repr(facts).encode()).digest()

@@ -26,7 +26,7 @@ from kvledger.sched.step import Chunk, Sample, Step, StepResult
 from kvledger.spec.config import ExecConfig
 from kvledger.spec.kv import KVLayout
 from kvledger.spec.model import ModelSpec
-from kvledger.weights.gguf import GGUFFile, open_gguf
+from kvledger.weights.open import WeightsFile, open_weights
 
 Array = np.ndarray[Any, Any]
 MODES = {"auto": "int12", "int8": "int8", "int8x2": "int8x2"}
@@ -36,18 +36,18 @@ _PAD_BYTES = 1 << 16  # kernels may read, never write, a little past the last pa
 class CpuExecutor:
     """Runs steps of `spec` over a pool of `num_blocks` blocks of `layout`.
 
-    `weights`: a GGUF file or its path. Raises UnsupportedModel, DamagedFile. `progress` is told the share of tensors
-    packed. One step at a time; the GIL is free while kernels run.
+    `weights`: an open model file or its path. Raises UnsupportedModel, DamagedFile. `progress` is told the share of
+    tensors packed. One step at a time; the GIL is free while kernels run.
     """
 
-    def __init__(self, weights: GGUFFile | str | Path, spec: ModelSpec, layout: KVLayout, num_blocks: int,
+    def __init__(self, weights: WeightsFile | str | Path, spec: ModelSpec, layout: KVLayout, num_blocks: int,
                  config: ExecConfig | None = None, progress: Callable[[float], None] = lambda share: None) -> None:  # fmt: skip # noqa: E501
         config = config or ExecConfig()
         if config.activations not in MODES:
             raise UnsupportedModel(f"activations {config.activations!r} are not computed here; {', '.join(MODES)} are")
         if any(t.name != "bf16" for g in layout.groups for t in (g.storage.key, g.storage.value)):
             raise UnsupportedModel(f"KV type {layout.groups[0].storage.name} is not computed here; bf16 is")
-        gguf = weights if isinstance(weights, GGUFFile) else open_gguf(weights)
+        gguf = open_weights(weights) if isinstance(weights, str | Path) else weights
         self.layout, self._num_blocks = layout, num_blocks
         decoder = read_decoder(gguf.metadata, spec, gguf.tensors)
         positions = min(decoder.max_context, num_blocks * layout.block_size)

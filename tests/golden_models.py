@@ -1,0 +1,74 @@
+"""Tiny random models, one per architecture: shapes in golden/tiny.json, weights made here from the tensors' names.
+
+So the fixtures are logits alone. The script that makes them (scripts/make_tiny.py) and the tests call the same
+functions; the numbers come from the raw 64-bit output of PCG64, which numpy keeps stable.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from kvledger.weights.quantised import dequantise, quantise_q8
+
+GOLDEN = Path(__file__).parent / "golden"
+NUM_TOKENS = 24
+
+
+def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """float32 in [-1, 1), a function of `name` and nothing else."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    raw = np.random.PCG64(seed).random_raw(int(np.prod(shape)))
+    return ((raw >> np.uint64(40)).astype(np.float32) / 2**23 - 1).reshape(shape)
+
+
+def weight(model: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Norms near their neutral value, biases small, matrices so that variance passes through."""
+    values = uniform(f"{model}/{name}", shape)
+    if name.endswith("norm.weight"):
+        neutral = 0 if model.startswith("gemma") else 1
+        return (neutral + 0.3 * values).astype(np.float32)
+    if len(shape) == 1:
+        return (0.3 * values).astype(np.float32)
+    if "embed_tokens" in name:
+        return values
+    gain = 3.0 if "mlp.gate.weight" in name or "moe.gate" in name else 1.0  # experts chosen clearly, not by a hair
+    return (gain * np.sqrt(3 / shape[-1]) * values).astype(np.float32)
+
+
+def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether `open_weights(…, "Q8_0")` quantises this tensor: matrices, but not routers."""
+    return len(shape) > 1 and shape[-1] % 32 == 0 and not name.endswith(("mlp.gate.weight", "moe.gate.weight"))
+
+
+def through_q8(values: np.ndarray) -> np.ndarray:
+    """Rounded to what Q8_0 can hold."""
+    return dequantise(quantise_q8(values), "Q8_0", values.shape)
+
+
+def token_ids(model: str, vocab_size: int) -> list[int]:
+    return ((uniform(f"{model}/tokens", (NUM_TOKENS,)) + 1) / 2 * vocab_size).astype(int).tolist()
+
+
+def write_folder(folder: Path, model: str, config: dict, shapes: dict[str, list[int]], rounded: bool = False) -> Path:
+    """A Hugging Face folder of the model; `rounded`: matrices hold only values of Q8_0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: weight(model, name, tuple(shape)) for name, shape in shapes.items()}
+    if rounded:
+        tensors = {n: through_q8(w) if is_quantised(n, w.shape) else w for n, w in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def described() -> dict[str, dict]:
+    """Name → {"config": …, "shapes": …} of all models with fixtures."""
+    return json.loads((GOLDEN / "tiny.json").read_text())
+
+
+def logits(model: str, rounded: bool = False) -> np.ndarray:
+    """float32[NUM_TOKENS, vocabulary] by transformers in float32."""
+    with np.load(GOLDEN / "tiny_logits.npz") as arrays:
+        return arrays[f"{model}/q8" if rounded else model]

@@ -1,0 +1,97 @@
+"""Every architecture on a tiny random model against transformers in float32 (fixtures: scripts/make_tiny.py)."""
+
+import numpy as np
+import pytest
+
+from golden_models import described, logits, token_ids, write_folder
+from kvledger.errors import KvledgerError
+from kvledger.exec.cpu import CpuExecutor
+from kvledger.model.registry import READERS
+from kvledger.sched.sequence import Sequence
+from kvledger.sched.step import Chunk, Step
+from kvledger.spec.config import ExecConfig
+from kvledger.spec.from_config import load_config
+from kvledger.spec.from_gguf import model_from_gguf
+from kvledger.spec.sampling import SamplingParams
+from kvledger.weights.open import open_weights
+from kvledger.weights.quantised import dequantise
+
+MODELS = described()
+
+
+def folder_of(tmp_path, name, rounded=False):
+    return write_folder(tmp_path / name, name, MODELS[name]["config"], MODELS[name]["shapes"], rounded)
+
+
+def run(weights, name, kv_dtype, activations):
+    """Logits of all positions, computed by the CPU executor in one step."""
+    spec = model_from_gguf(weights.metadata, weights.facts)
+    if spec.architecture not in READERS:
+        pytest.skip(f"the registry has no reader for {spec.architecture}")
+    layout = spec.kv_layout(kv_dtype)
+    ids = token_ids(name, spec.vocab_size)
+    per_group = -(-len(ids) // layout.block_size)
+    tables = tuple(list(range(g * per_group, (g + 1) * per_group)) for g in range(len(layout.groups)))
+    executor = CpuExecutor(weights, spec, layout, per_group * len(tables), ExecConfig(1, activations))
+    params = SamplingParams(prompt_logprobs=0, max_tokens=1)
+    seq = Sequence(0, name, ids, len(ids), params, len(ids) + 1, tables=tables)
+    try:
+        return executor.logits(Step((Chunk(seq, 0, len(ids), True),)))
+    finally:
+        executor.close()
+
+
+def errors(got, expected):
+    """(largest, root mean square) error, relative to the spread of the logits."""
+    difference = np.abs(got - expected)
+    return difference.max() / expected.std(), np.sqrt((difference**2).mean()) / expected.std()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_8bit_weights_with_bf16_cache(tmp_path, name):
+    """Quantised path against the dequantised reference; what remains is the cache's bf16."""
+    weights = open_weights(folder_of(tmp_path, name, rounded=True), "Q8_0")
+    largest, rms = errors(run(weights, name, "bf16", "int8x2"), logits(name, rounded=True))
+    assert largest < 0.03
+    assert rms < 0.006
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float32(tmp_path, name):
+    weights = open_weights(folder_of(tmp_path, name))
+    try:
+        got = run(weights, name, "fp32", "fp32")
+    except KvledgerError as error:
+        pytest.skip(str(error))
+    largest, _ = errors(got, logits(name))
+    assert largest < 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_and_tensors_tell_the_same(tmp_path, name):
+    """The reader of config.json and the reader of GGUF keys count the same model, each by its own way."""
+    folder = folder_of(tmp_path, name)
+    weights = open_weights(folder)
+    counted, read = load_config(folder), model_from_gguf(weights.metadata, weights.facts)
+    assert read.num_params == counted.num_params
+    assert read.active_params == counted.active_params
+    assert [x.cache for x in read.layers] == [x.cache for x in counted.layers]
+    assert [(x.score_dims, x.mix_dims) for x in read.layers] == [(x.score_dims, x.mix_dims) for x in counted.layers]
+    assert read.kv_layout().bytes_for(100) == counted.kv_layout().bytes_for(100)
+
+
+def test_experts_are_stacked_and_heads_reordered(tmp_path):
+    """Against the stored tensors, element by element."""
+    folder = folder_of(tmp_path, "mixtral")
+    tensors = open_weights(folder).tensors
+    from safetensors.numpy import load_file
+
+    stored = load_file(folder / "model.safetensors")
+    up = tensors["blk.1.ffn_up_exps.weight"]
+    got = dequantise(up.data, up.ggml_type, up.shape)
+    np.testing.assert_array_equal(got[3], stored["model.layers.1.block_sparse_moe.experts.3.w3.weight"])
+    q = tensors["blk.0.attn_q.weight"]
+    rows = dequantise(q.data, q.ggml_type, q.shape).reshape(4, 64, 128)
+    original = stored["model.layers.0.self_attn.q_proj.weight"].reshape(4, 64, 128)
+    np.testing.assert_array_equal(rows[:, 0::2], original[:, :32])
+    np.testing.assert_array_equal(rows[:, 1::2], original[:, 32:])
