@@ -114,6 +114,12 @@ class ModelSpec:
         return len(self.layers)
 
     @cached_property
+    def first_equal(self) -> tuple[int, ...]:
+        """Per layer, the index of the first layer that equals it: what is counted there holds here."""
+        seen: dict[Layer, int] = {}
+        return tuple(seen.setdefault(layer, index) for index, layer in enumerate(self.layers))
+
+    @cached_property
     def num_params(self) -> int:
         """All weights."""
         return self.embedding_params + self.head_params + self.other_params + sum(x.params for x in self.layers)

@@ -77,13 +77,13 @@ def _count(
 ) -> Counter[Part]:
     """Bytes by part; biases count with norms as the small things beside the matrices."""
     parts: Counter[Part] = Counter()
-    sizes: dict[tuple[Weight, int], int] = {}  # layers repeat; only GGUF's mixes tell one from another
+    counted: dict[int, list[tuple[Part, int]]] = {}  # layers repeat; only GGUF's mixes tell one from another
     for index, layer in layers:
-        place = index if isinstance(counting.plan, FileType) else 0
-        for weight in layer.weights:
-            if (weight, place) not in sizes:
-                sizes[weight, place] = counting.bytes_of(weight.shard(tp, ep), index)
-            parts[weight.part] += sizes[weight, place]
+        first = index if isinstance(counting.plan, FileType) else counting.model.first_equal[index]
+        if first not in counted:
+            counted[first] = [(w.part, counting.bytes_of(w.shard(tp, ep), index)) for w in layer.weights]
+        for part, size in counted[first]:
+            parts[part] += size
     for weight in outer:
         parts[weight.part] += counting.bytes_of(weight.shard(tp, ep), 0)
     return parts
