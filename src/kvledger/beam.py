@@ -17,6 +17,7 @@ from kvledger.errors import BadRequest
 from kvledger.sched.events import Event, Finished, TokenEvent
 from kvledger.sched.sequence import Request, Sequence
 from kvledger.sched.step import Sample
+from kvledger.spec.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from kvledger.text.tokenizer import Tokenizer
@@ -53,12 +54,23 @@ class _Candidate:
     token_id: int = field(compare=True)
 
 
+def beam_params(width: int, max_tokens: int) -> SamplingParams:
+    """What the sampler is asked: twice as many alternatives as beams, so that `width` are left when some end the text.
+
+    Raises BadRequest.
+    """
+    if not 1 <= width <= MAX_WIDTH:
+        raise BadRequest(f"beam width must be 1 … {MAX_WIDTH}, got {width}", "width")
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2 * width, ignore_eos=True)
+
+
 class BeamSearch:
-    """One prompt's search. Feed it every step's events; it forks, resumes and ends sequences of the engine."""
+    """One prompt's search: a stepwise request with `beam_params`. Feed it every step's events.
+
+    It forks, resumes and ends sequences of the engine.
+    """
 
     def __init__(self, engine: Engine, request: Request, width: int, length_penalty: float = 1.0) -> None:
-        if not 1 <= width <= MAX_WIDTH:
-            raise BadRequest(f"beam width must be 1 … {MAX_WIDTH}, got {width}", "width")
         self.engine, self.request, self.width, self.length_penalty = engine, request, width, length_penalty
         self._beams = [_Live(engine.add(request))]
         self._complete: list[Beam] = []

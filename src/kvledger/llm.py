@@ -129,18 +129,19 @@ class LLM:
                 if item.choices[0].finish_reason == "error":
                     raise BadRequest(item.choices[0].message)
         finally:
-            self.metrics.done.pop(pending[0].request.request_id, None)
+            self._forget(pending[0].request)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], width: int = 4, max_tokens: int = 16, length_penalty: float = 1.0
     ) -> list[list[Beam]]:
         """The `width` best continuations of each prompt, best first. See `kvledger.beam`."""
-        from kvledger.beam import BeamSearch
+        from kvledger.beam import BeamSearch, beam_params
 
-        asked = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2 * width, ignore_eos=True)
+        asked = beam_params(width, max_tokens)
         requests = [replace(self._request(p, asked, None), stepwise=True) for p in _as_batch(prompts)]
-        searches = [BeamSearch(self.engine, r, width, length_penalty) for r in requests]
+        searches: list[BeamSearch] = []
         try:
+            searches += (BeamSearch(self.engine, request, width, length_penalty) for request in requests)
             while not all(search.is_done for search in searches):
                 events = self.engine.step()
                 for search in searches:
@@ -148,7 +149,7 @@ class LLM:
         finally:
             for search in searches:
                 search.close()
-                self.metrics.live.pop(search.request.request_id, None)
+                self._forget(search.request)
         return [search.best(self.tokenizer) for search in searches]
 
     @property
@@ -197,7 +198,11 @@ class LLM:
     def _drop(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self.engine.abort(request.request_id)
-            self.metrics.live.pop(request.request_id, None)
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self.metrics.live.pop(request.request_id, None)
+        self.metrics.done.pop(request.request_id, None)
 
     def _drive(self, pending: Sequence[_Pending]) -> Iterator[tuple[_Pending, int, str]]:
         """Step until all have ended; yields (request, choice, new text). Aborts what is left if it is abandoned."""

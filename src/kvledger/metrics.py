@@ -98,8 +98,12 @@ class Metrics:
         """A step has ended with these events."""
         self._count(report)
         for event in events:
-            times = self.live.get(event.request_id)
-            if times is not None:
+            if isinstance(event, TokenEvent):
+                self.totals.num_output_tokens += 1
+            elif isinstance(event, Preempted):
+                self.totals.num_preemptions += 1
+                self.totals.num_recomputed_tokens += 0 if event.is_swapped else event.num_tokens
+            if (times := self.live.get(event.request_id)) is not None:
                 self._note(times, event, report)
 
     def _count(self, report: StepReport) -> None:
@@ -119,14 +123,11 @@ class Metrics:
             times.admitted_s, times.num_cached = report.started_s, event.num_cached
         elif isinstance(event, Preempted):
             times.num_preemptions += 1
-            self.totals.num_preemptions += 1
-            self.totals.num_recomputed_tokens += 0 if event.is_swapped else event.num_tokens
         elif isinstance(event, Finished):
             self._finished(times, event, report.ended_s)
 
     def _token(self, times: RequestTimes, event: TokenEvent, now_s: float) -> None:
         times.num_output += 1
-        self.totals.num_output_tokens += 1
         if times.first_token_s is None:
             times.first_token_s = now_s
         if event.choice in times._last_s:

@@ -1,0 +1,92 @@
+"""One layout: planned blocks are the pool's, and the bytes allocated are blocks × block bytes, for every kind."""
+
+import pytest
+
+from kvledger.build import assemble, build_engine
+from kvledger.exec.simulated import SimulatedExecutor
+from kvledger.plan.pool import PoolPlan, local_pool, plan_pool
+from kvledger.sched.sequence import Request
+from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
+from kvledger.spec.kv import ChunkedKV, FullKV, LatentKV, WindowKV
+from kvledger.spec.model import Layer, ModelSpec
+from kvledger.spec.sampling import SamplingParams
+from kvledger.units import MIB
+from tiny_model import write_tiny_model
+
+KINDS = {
+    "mha": [FullKV(8, 64, 64)] * 6,
+    "gqa": [FullKV(2, 64, 64)] * 6,
+    "mqa": [FullKV(1, 128, 128)] * 3,
+    "window": [WindowKV(4, 64, 64, 512)] * 4,
+    "gemma": ([WindowKV(4, 64, 64, 512)] * 5 + [FullKV(4, 64, 64)]) * 2,
+    "uneven": [FullKV(4, 64, 64)] + [WindowKV(1, 64, 64, 100)] * 5,
+    "chunked": [ChunkedKV(2, 64, 64, 256)] * 3 + [FullKV(2, 64, 64)],
+    "latent": [LatentKV(512, 64)] * 4,
+    "some layers keep nothing": [FullKV(2, 64, 64), None, FullKV(2, 64, 64), None],
+}
+
+
+class Instant:
+    def seconds(self, shape):
+        return 0.0
+
+
+def spec_of(caches, context=4096):
+    layers = tuple(Layer(cache, 1000) for cache in caches)
+    return ModelSpec("test", "test", 64, 100, context, layers, 4, 6400, 0)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "int8", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_planned_blocks_are_the_pools_blocks(kind, dtype, block_size):
+    spec = spec_of(KINDS[kind])
+    config = EngineConfig(CacheConfig(block_size, dtype, kv_memory_bytes=8 * MIB), SchedulerConfig(max_num_seqs=8))
+    plan = local_pool(spec, config, total_bytes=1 << 34, available_bytes=1 << 33)
+    engine = assemble(spec, plan, config, SimulatedExecutor(plan, Instant()))
+    assert engine.scheduler.pool.num_blocks == plan.num_blocks == engine.executor.num_blocks
+    assert engine.executor.kv_bytes == plan.num_blocks * plan.layout.block_bytes == plan.pool_bytes
+    slots, blocks, page = plan.layout.pool_shape(plan.num_blocks)
+    assert slots * blocks * page == plan.pool_bytes <= 8 * MIB
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_never_holds_more_blocks_than_the_layout_says(kind):
+    """Grown to any length, alone, whatever the chunks: at most `blocks_for(length, in_flight)`."""
+    spec = spec_of(KINDS[kind])
+    config = EngineConfig(CacheConfig(block_size=16), SchedulerConfig(max_num_batched_tokens=50))
+    layout = spec.kv_layout("bf16", 16)
+    plan = plan_pool(layout, 2000 * layout.block_bytes)
+    engine = assemble(spec, plan, config, SimulatedExecutor(plan, Instant()))
+    seq = engine.add(Request("a", tuple(range(90)) * 8, SamplingParams(max_tokens=600)))
+    most = 0
+    while engine.has_work:
+        engine.step()
+        held = engine.scheduler.ledger.held(seq.tables) if seq.tables else 0
+        assert held <= layout.blocks_for(max(1, seq.num_tokens), in_flight=50)
+        most = max(most, held)
+    assert most >= layout.blocks_for(seq.num_tokens) - 2 * len(layout.groups)  # and the bound is not a loose one
+
+
+def test_the_pool_is_no_larger_than_the_sequences_can_fill():
+    spec = spec_of(KINDS["gqa"], context=1024)
+    config = EngineConfig(CacheConfig(kv_memory_bytes=1 << 30), SchedulerConfig(max_num_seqs=2))
+    plan = local_pool(spec, config, 1 << 34, 1 << 33)
+    assert plan.num_blocks == 2 * 1024 // 16
+    assert "2 sequences of 1024 tokens" in plan.reason
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_the_cpu_executor_allocates_the_plan(tmp_path, window, block_size):
+    path = write_tiny_model(tmp_path / "tiny.gguf", window=window)
+    config = EngineConfig(CacheConfig(block_size=block_size, kv_memory_bytes=3 * MIB), SchedulerConfig(max_num_seqs=99))
+    loaded = build_engine(path, config)
+    try:
+        planned = local_pool(loaded.model, config, 1, 1)  # a given size depends on nothing else
+        assert loaded.pool == planned
+        assert isinstance(loaded.pool, PoolPlan)
+        assert loaded.engine.executor.num_blocks == loaded.engine.scheduler.pool.num_blocks == planned.num_blocks
+        assert loaded.engine.executor.kv_bytes == planned.num_blocks * planned.layout.block_bytes
+    finally:
+        loaded.engine.close()
