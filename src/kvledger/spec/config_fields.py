@@ -99,8 +99,8 @@ class Fields:
         name, value = self._find(names)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_COUNT:
-            raise self.fail(name, f"must be a number of at most {MAX_COUNT}, is {_shown(value)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_COUNT:
+            raise self.fail(name, f"must be a number from 0 to {MAX_COUNT}, is {_shown(value)}")
         return float(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
@@ -135,9 +135,9 @@ class Fields:
     def numbers(self, name: str) -> list[float] | None:
         values = self._list(name, object, "numbers")
         if values is not None and any(
-            isinstance(x, bool) or not isinstance(x, int | float) or not abs(x) <= MAX_COUNT for x in values
+            isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x <= MAX_COUNT for x in values
         ):
-            raise self.fail(name, f"must hold numbers only, is {_shown(values)}")
+            raise self.fail(name, f"must hold numbers from 0 on only, is {_shown(values)}")
         return values
 
     def lists(self, name: str) -> list[list[Any]] | None:

@@ -18,6 +18,7 @@ from kvledger.spec.families.vision import vision_weights
 from kvledger.spec.model import ModelSpec
 
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "language_model_config", "thinker_config")
+_MAX_DEPTH = 3  # thinker_config.text_config of the Omni models is 2
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _CONTEXT = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx",
@@ -70,12 +71,14 @@ def load_config(path: Path, name: str | None = None) -> ModelSpec:
     return model_from_config(read_config(file), label, str(file))
 
 
-def _text_part(whole: Fields) -> tuple[Fields, str]:
+def _text_part(whole: Fields, depth: int = 0) -> tuple[Fields, str]:
     """The object that describes the text model, and its family."""
     for section in _TEXT_SECTIONS:
         inner = whole.section(section)
         if inner is not None:
-            part, family = _text_part(inner.with_defaults({"model_type": whole.text("model_type")}))
+            if depth == _MAX_DEPTH:
+                raise whole.fail(section, f"is nested {depth} deep; a file has one text model")
+            part, family = _text_part(inner.with_defaults({"model_type": whole.text("model_type")}), depth + 1)
             return part.with_defaults(whole.only("tie_word_embeddings", "torch_dtype", "dtype")), family
     family = whole.text("model_type")
     if not family:

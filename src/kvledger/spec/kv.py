@@ -302,6 +302,15 @@ class LayerGroup:
         return len(self.layers) * (old + self.spec.tile_bytes(tail, _UNQUANTISED))
 
 
+    def blocks_for(self, num_tokens: int, in_flight: int = 1) -> int:
+        """Most blocks held at once while a sequence grows to `num_tokens`, with those that a residual overflows to."""
+        blocks = self.spec.blocks(num_tokens, self.block_size, in_flight)
+        tail = min(self.spec.retained(num_tokens), self.storage.key.residual)
+        if not tail:
+            return blocks
+        return blocks + cdiv(self.spec.tile_bytes(tail, _UNQUANTISED), self.page_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Groups of layers over one pool of equal blocks. Build it with `KVLayout.of`."""
@@ -365,7 +374,7 @@ class KVLayout:
 
     def blocks_for(self, num_tokens: int, in_flight: int = 1) -> int:
         """Most blocks that one sequence holds while it grows to `num_tokens`, over all groups."""
-        return sum(g.spec.blocks(num_tokens, g.block_size, in_flight) for g in self.groups)
+        return sum(g.blocks_for(num_tokens, in_flight) for g in self.groups)
 
     def blocks_in(self, num_bytes: int) -> int:
         """Whole blocks in a budget of `num_bytes`."""
