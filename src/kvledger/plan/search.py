@@ -177,8 +177,11 @@ class _Shards:
 def _replicas(base: Query, target: Target, dp: Sequence[int], shards: _Shards) -> Iterator[Candidate]:
     """Candidates of one replica shape; memory, layout and timing are the same for all numbers of replicas."""
     try:
+        weights = shards.weights(base)
+        if weights.total > base.pp * base.device.memory_bytes:
+            return  # the fullest stage holds at least its share: no need to ask the engine
         memory = memory_of(base)
-        timing = timing_of(base, shards.layout(base), shards.weights(base))
+        timing = timing_of(base, shards.layout(base), weights)
         for count in dp:
             query = replace(base, dp=count, batch=cdiv(target.concurrency, count))
             outcome = evaluate(query, memory, timing)
