@@ -13,111 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvledger.errors import ConfigError, UnknownName
+from kvledger.errors import ConfigError
+from kvledger.spec.kv_types import KV_TYPES, UNQUANTISED, KVStorage, KVType
 from kvledger.units import cdiv
 
-# ---------------------------------------------------------------------------------------------- storage types
-
-
-@dataclass(frozen=True, slots=True)
-class KVType:
-    """How one number of the cache is stored.
-
-    `bits` per element; one scale (and zero point) of `scale_bytes` per `group` elements. The group runs along the
-    channels of one token and head (`axis="row"`, 0 = all of them) or along the tokens of one channel (`"column"`).
-    `row_bytes` overrides all of it where a format fixes the bytes of a token. `residual` newest tokens stay in bf16
-    (KIVI, arXiv:2402.02750, section 4).
-    """
-
-    name: str
-    bits: int
-    scale_bytes: int = 0
-    group: int = 0
-    axis: str = "row"
-    row_bytes: int = 0
-    residual: int = 0
-
-    def tile_bytes(self, num_tokens: int, channels: int) -> int:
-        """Bytes of `num_tokens` × `channels` elements of one head, scales included."""
-        if num_tokens <= 0 or channels <= 0:
-            return 0
-        if self.row_bytes:
-            return num_tokens * self.row_bytes
-        data = cdiv(num_tokens * channels * self.bits, 8)
-        if not self.scale_bytes:
-            return data
-        if self.axis == "row":
-            return data + num_tokens * cdiv(channels, self.group or channels) * self.scale_bytes
-        return data + channels * cdiv(num_tokens, self.group or num_tokens) * self.scale_bytes
-
-
-_PLAIN = [
-    KVType("fp32", 32), KVType("bf16", 16), KVType("fp16", 16),
-    KVType("fp8_e4m3", 8), KVType("fp8_e5m2", 8),  # one scale per tensor or none: no bytes per token
+__all__ = [
+    "KV_TYPES", "CacheSpec", "ChunkedKV", "FullKV", "KVLayout", "KVStorage", "KVType", "LatentKV", "LayerGroup",
+    "StateKV", "WindowKV", "group_size", "split_layers",
 ]  # fmt: skip
-_SCALED = [
-    KVType("int8", 8, scale_bytes=4),  # one fp32 scale per token and head
-    KVType("int8_per_token_head", 8, scale_bytes=4),
-    KVType("fp8_per_token_head", 8, scale_bytes=4),
-    KVType("int4_per_token_head", 4, scale_bytes=4),
-    KVType("int4_k", 4, scale_bytes=4, group=32, axis="column", residual=128),  # fp16 scale + fp16 zero
-    KVType("int4_v", 4, scale_bytes=4, group=32, axis="row", residual=128),
-    KVType("int2_k", 2, scale_bytes=4, group=32, axis="column", residual=128),
-    KVType("int2_v", 2, scale_bytes=4, group=32, axis="row", residual=128),
-    KVType("nvfp4", 4, scale_bytes=1, group=16), KVType("mxfp4", 4, scale_bytes=1, group=32),
-    KVType("fp8_ds_mla", 8, row_bytes=656),  # 512 fp8 + 4 fp32 scales + 64 bf16 of rope
-]  # fmt: skip
-_GGML = [  # block bytes / 32 elements, from ggml's block structs
-    KVType("q8_0", 8, scale_bytes=2, group=32), KVType("q5_1", 5, scale_bytes=4, group=32),
-    KVType("q5_0", 5, scale_bytes=2, group=32), KVType("q4_1", 4, scale_bytes=4, group=32),
-    KVType("q4_0", 4, scale_bytes=2, group=32), KVType("iq4_nl", 4, scale_bytes=2, group=32),
-]  # fmt: skip
-KV_TYPES: dict[str, KVType] = {t.name: t for t in (*_PLAIN, *_SCALED, *_GGML)}
-_ALIASES = {
-    "auto": "bf16", "float32": "fp32", "f32": "fp32", "bfloat16": "bf16", "float16": "fp16", "f16": "fp16",
-    "half": "fp16", "fp8": "fp8_e4m3", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "fp8_inc": "fp8_e4m3",
-}  # fmt: skip
-_PAIRS = {"int4": ("int4_k", "int4_v"), "kivi4": ("int4_k", "int4_v"), "kivi2": ("int2_k", "int2_v"),
-          "int2": ("int2_k", "int2_v")}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class KVStorage:
-    """The types of keys and of values."""
-
-    key: KVType
-    value: KVType
-
-    @property
-    def name(self) -> str:
-        """`bf16`, or `int4_k/int4_v` where keys and values differ."""
-        return self.key.name if self.key == self.value else f"{self.key.name}/{self.value.name}"
-
-    @property
-    def span(self) -> int:
-        """Tokens after which bytes repeat: the group of scales that run along tokens, else 1."""
-        return max(t.group if t.axis == "column" else 1 for t in (self.key, self.value))
-
-    @staticmethod
-    def of(name: str) -> KVStorage:
-        """`bf16`, `fp8`, `int4`, `q8_0/q4_0` (keys/values) … → storage. Raises UnknownName."""
-        text = name.strip().lower()
-        if text in _PAIRS:
-            key, value = _PAIRS[text]
-        else:
-            key, _, value = text.partition("/")
-        return KVStorage(_kv_type(key), _kv_type(value or key))
-
-
-_UNQUANTISED = KVStorage(KV_TYPES["bf16"], KV_TYPES["bf16"])
-
-
-def _kv_type(name: str) -> KVType:
-    found = KV_TYPES.get(_ALIASES.get(name, name))
-    if found is None:
-        raise UnknownName("KV type", name, [*KV_TYPES, *_ALIASES, *_PAIRS])
-    return found
-
 
 # ---------------------------------------------------------------------------------------------- what one layer keeps
 
@@ -181,6 +84,11 @@ class FullKV(CacheSpec):
         return replace(self, num_kv_heads=max(1, heads // tp))
 
 
+def window_blocks(window: int, num_tokens: int, block_size: int, in_flight: int) -> int:
+    """Most blocks that a sliding window holds; one more than its length asks, for it may begin inside a block."""
+    return cdiv(min(window - 1 + in_flight, num_tokens), block_size) + 1
+
+
 @dataclass(frozen=True, slots=True)
 class WindowKV(FullKV):
     """Sliding window: a query reads itself and the `window` − 1 tokens before it."""
@@ -195,8 +103,7 @@ class WindowKV(FullKV):
         return min(num_tokens, self.window)
 
     def blocks(self, num_tokens: int, block_size: int, in_flight: int = 1) -> int:
-        # + 1: the window may begin anywhere inside a block
-        return cdiv(min(self.window - 1 + in_flight, num_tokens), block_size) + 1
+        return window_blocks(self.window, num_tokens, block_size, in_flight)
 
     def first_kept(self, num_computed: int) -> int:
         return max(0, num_computed - self.window + 1)
@@ -227,19 +134,34 @@ class LatentKV(CacheSpec):
     """MLA (DeepSeek-V2, arXiv:2405.04434): one latent vector and one rope key per token, shared by all heads.
 
     Values are read back from the latent, so there is one row of `latent_dim + rope_dim`, and no rank can keep less
-    of it: tensor parallelism replicates. `index_bytes` per token are the keys of a sparse-attention indexer (DSA).
+    of it: tensor parallelism replicates. `index_bytes` per row are the keys of a sparse-attention indexer (DSA).
+    DeepSeek-V4 keeps one row per `ratio` tokens, and beside it the rows of the last `window` tokens (0: of all).
     """
 
     latent_dim: int
     rope_dim: int
     index_bytes: int = 0
+    ratio: int = 1
+    window: int = 0
 
     @property
     def kind(self) -> str:
         return "latent"
 
     def tile_bytes(self, num_tokens: int, storage: KVStorage) -> int:
-        return storage.key.tile_bytes(num_tokens, self.latent_dim + self.rope_dim) + num_tokens * self.index_bytes
+        rows = cdiv(num_tokens, self.ratio)
+        return storage.key.tile_bytes(rows, self.latent_dim + self.rope_dim) + rows * self.index_bytes
+
+    def retained(self, num_tokens: int) -> int:
+        return min(num_tokens, self.window) if self.window else num_tokens
+
+    def blocks(self, num_tokens: int, block_size: int, in_flight: int = 1) -> int:
+        if not self.window:
+            return cdiv(num_tokens, block_size)
+        return window_blocks(self.window, num_tokens, block_size, in_flight)
+
+    def first_kept(self, num_computed: int) -> int:
+        return max(0, num_computed - self.window + 1) if self.window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +221,7 @@ class LayerGroup:
         kept = self.spec.retained(num_tokens)
         tail = min(kept, self.storage.key.residual)  # KIVI: the newest tokens are not quantised yet
         old = self.spec.tile_bytes(kept - tail, self.storage)
-        return len(self.layers) * (old + self.spec.tile_bytes(tail, _UNQUANTISED))
-
+        return len(self.layers) * (old + self.spec.tile_bytes(tail, UNQUANTISED))
 
     def blocks_for(self, num_tokens: int, in_flight: int = 1) -> int:
         """Most blocks held at once while a sequence grows to `num_tokens`, with those that a residual overflows to."""
@@ -308,7 +229,7 @@ class LayerGroup:
         tail = min(self.spec.retained(num_tokens), self.storage.key.residual)
         if not tail:
             return blocks
-        return blocks + cdiv(self.spec.tile_bytes(tail, _UNQUANTISED), self.page_bytes)
+        return blocks + cdiv(self.spec.tile_bytes(tail, UNQUANTISED), self.page_bytes)
 
 
 @dataclass(frozen=True, slots=True)
