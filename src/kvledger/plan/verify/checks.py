@@ -63,6 +63,11 @@ class Verdict:
         """Whether any figure is outside its tolerance without a cause."""
         return any(c.status == "off" for c in self.checks)
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether any figure is outside its tolerance, explained or not."""
+        return any(c.status in ("off", "explained") for c in self.checks)
+
 
 def compare(name: str, expected: float, ours: float, tolerance: float, cause: str = "") -> Check:
     """A check of two numbers."""
@@ -106,7 +111,8 @@ def setup_of(record: Record, shape: Shape, available: int | None) -> Setup:
     return Setup(
         tp=tp, pp=pp, dcp=record.dcp, kv_dtype=record.kv_dtype, block_size=record.block_size,
         max_model_len=record.max_model_len, max_num_batched_tokens=record.max_num_batched_tokens,
-        max_num_seqs=record.max_num_seqs, memory_fraction=record.memory_fraction, draft_layers=record.draft_layers,
+        max_num_seqs=record.max_num_seqs, memory_fraction=record.memory_fraction,
+        draft_layers=max(record.draft_layers, shape.draft_layers),
         draft_tokens=record.draft_tokens, available_bytes=available, concurrent_batches=record.concurrent_batches,
         prefix_caching=record.prefix_caching, hybrid=record.hybrid,
         weights_bytes=None if record.weights_gib is None else int(record.weights_gib * GIB),

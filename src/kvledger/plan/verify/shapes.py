@@ -15,7 +15,9 @@ from kvledger.plan.verify.record import Record
 from kvledger.spec.kv import CacheSpec, FullKV, LatentKV
 from kvledger.spec.model import Layer, ModelSpec
 
-_HEADS = re.compile(r"(\d{1,4})L .{0,30}?x (\d{1,3}) (?:kv|heads)[^x]{0,20}x \((\d{1,4})\+(\d{1,4})\)")
+_HEADS = re.compile(
+    r"(\d{1,4})L .{0,30}?x (\d{1,3}) (?:kv|heads)[^x]{0,20}x \((\d{1,4})(?: K)? ?\+ ?(\d{1,4})(?: V)?\)"
+)
 _LATENT = re.compile(r"(\d{1,4})L x (\d{2,4}) x ([\d.]+) B")
 _SPARSE = re.compile(r"(\d{1,4})L .{0,20}?x \(656[^+]*\+\s*132")
 
@@ -27,18 +29,47 @@ class Shape:
     model: ModelSpec
     source: str
     is_sharded: bool = False
+    draft_layers: int = 0  # layers that the record counts beyond the model's
 
 
 def shape_of(record: Record) -> Shape:
     """The model of `record`. Raises UnknownName when neither name nor formula tells."""
     try:
-        found = catalogue.model(record.model)
-        return Shape(_part(found, record.part or part_of(found, record)), f"catalogue: {found.name}")
+        found = named(record.model)
+        if _is_expanded(found, record):
+            return from_formula(record.formula) or Shape(found, f"catalogue: {found.name}")
+        model = _part(found, record.part or part_of(found, record))
+        return Shape(model, f"catalogue: {found.name}", draft_layers=_beyond(found, record))
     except UnknownName:
         shape = from_formula(record.formula)
         if shape is None:
             raise
         return shape
+
+
+def named(name: str) -> ModelSpec:
+    """The catalogue's model; GGUF headers write `Openai_Gpt Oss 20b`, the maker before an underscore."""
+    try:
+        return catalogue.model(name)
+    except UnknownName:
+        maker, _, rest = name.partition("_")
+        if not rest or " " in maker:
+            raise
+        return catalogue.model(rest)
+
+
+def _is_expanded(model: ModelSpec, record: Record) -> bool:
+    """Whether the record counts heads of an MLA model, as engines without MLA kernels keep them."""
+    latent = any(isinstance(x.cache, LatentKV) for x in model.layers)
+    return latent and re.match(r"\d{1,4}L x \d{1,3} heads x ", record.formula) is not None
+
+
+def _beyond(model: ModelSpec, record: Record) -> int:
+    """Draft layers that the record's formula counts: one or two more layers than the model keeps KV in."""
+    counted = re.match(r"(\d{1,4})L ", record.formula)
+    kept = sum(x.cache is not None and x.cache.kind != "state" for x in model.layers)
+    more = int(counted[1]) - kept if counted and record.engine == "vllm" else 0
+    return more if more in (1, 2) else 0
 
 
 def part_of(model: ModelSpec, record: Record) -> str:
