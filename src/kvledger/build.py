@@ -40,6 +40,7 @@ class Loaded:
     max_model_len: int
     path: Path
     metadata: Mapping[str, object]
+    config: EngineConfig
 
 
 def build_engine(model: str | Path, config: EngineConfig | None = None, progress: Progress | None = None) -> Loaded:
@@ -64,7 +65,7 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
     template = ChatTemplate.from_metadata(gguf.metadata, tokenizer)
     executor = CpuExecutor(gguf, spec, pool.layout, pool.num_blocks, config.exec, _in_percent(say))
     engine = assemble(spec, pool, config, executor, namespace=_fingerprint(gguf, pool))
-    return Loaded(engine, tokenizer, template, spec, pool, max_model_len, path, gguf.metadata)
+    return Loaded(engine, tokenizer, template, spec, pool, max_model_len, path, gguf.metadata, config)
 
 
 def assemble(
