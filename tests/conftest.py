@@ -27,7 +27,6 @@ from kvledger.sched.step import Sample, Step, StepResult
 from kvledger.server.run import HttpServer, bind
 from kvledger.server.served import Served
 from kvledger.server.state import Settings
-from kvledger.server.text_stream import TokenStream
 from kvledger.spec.config import SchedulerConfig
 from kvledger.spec.kv import FullKV, KVLayout, KVStorage
 from kvledger.text.structured import GrammarCompiler
@@ -152,10 +151,8 @@ def scripted(script: Script, pool: PoolPlan, max_model_len: int = 512, **sched: 
             names=("script", "script-alias"),
             max_model_len=max_model_len,
             vocab_size=VOCAB,
-            tokenizer=TOKENIZER,
-            token_text=lambda i: (TOKENIZER.token_bytes(i).decode("utf-8", "replace"), TOKENIZER.token_bytes(i)),
+            tokenizer=TOKENIZER,  # type: ignore[arg-type]
             render=render,
-            open_stream=lambda params: TokenStream(TOKENIZER, params),  # type: ignore[arg-type]
             compile_constraint=GrammarCompiler(TOKENIZER).compile,  # type: ignore[arg-type]
             eos_token_ids=TOKENIZER.eos_token_ids,
             cache_info={"block_size": pool.layout.block_size, "num_gpu_blocks": pool.num_blocks},
@@ -182,10 +179,7 @@ class Running:
 
     def wait_idle(self, seconds: float = 10.0) -> None:
         """Until the engine has nothing left, then recount."""
-        end = time.monotonic() + seconds
-        while self.scheduler.has_work or self.server.state.link.num_open:
-            assert time.monotonic() < end, "the engine did not come to rest"
-            time.sleep(0.005)
+        until(lambda: not (self.scheduler.has_work or self.server.state.link.num_open), seconds)
         self.scheduler.check()
         assert self.scheduler.pool.num_used == 0, "blocks were not given back"
 
@@ -199,6 +193,14 @@ class Running:
         """The events of a stream, in order; `[DONE]` as text."""
         text = self.post(path, stream=True, **body).text
         return [read_event(e) for e in text.split("\n\n") if e.startswith(("data:", "event:"))]
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait for something that must come true soon."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it did not happen within {seconds} s"
+        time.sleep(0.005)
 
 
 def read_event(text: str) -> Any:
@@ -223,10 +225,9 @@ def running(
     thread.start()
     with httpx.Client(base_url=url, timeout=20) as http:
         try:
-            end = time.monotonic() + 10
-            while not server.started or (wait and http.get("/health").status_code != 200):
-                assert time.monotonic() < end, "the server did not start"
-                time.sleep(0.01)
+            until(lambda: server.started)
+            if wait:
+                until(lambda: http.get("/health").status_code == 200)
             yield Running(server, script, url, http)
         finally:
             script.gate.set()

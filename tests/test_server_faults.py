@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from conftest import Running, Script, running, scripted, tiny_pool
+from conftest import Running, Script, running, scripted, tiny_pool, until
 from kvledger.errors import ConfigError
 from kvledger.server.app import make_app
 from kvledger.server.run import bind
@@ -59,8 +59,7 @@ def test_disconnect_at_any_point_gives_the_blocks_back(stream: bool, read_bytes:
 def test_disconnect_while_waiting_in_the_queue():
     with running(Script(), wait=False) as served:
         sender = threading.Thread(target=send_raw, args=(served.url, {**LONG, "stream": True}, 0))
-        while served.server.state.link.state.value == "loading":
-            time.sleep(0.01)
+        until(lambda: served.server.state.link.state.value == "ready")
         sender.start()
         sender.join()
         served.script.gate.set()
@@ -182,10 +181,7 @@ def test_long_start_answers_health_with_a_reason():
         assert served.chat("x").headers["Retry-After"]
         assert served.http.get("/metrics").status_code == 200
         proceed.set()
-        end = time.monotonic() + 5
-        while served.http.get("/health").status_code != 200:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: served.http.get("/health").status_code == 200)
 
 
 def test_engine_death_reaches_every_client_and_health():
@@ -197,13 +193,10 @@ def test_engine_death_reaches_every_client_and_health():
             answers.append(httpx.post(served.url + "/v1/completions", json={"prompt": prompt}, timeout=20))
 
         crowd = [threading.Thread(target=ask, args=(p,)) for p in ["say:a", "say:b", "die"]]
-        while served.server.state.link.state.value == "loading":
-            time.sleep(0.01)
+        until(lambda: served.server.state.link.state.value == "ready")
         for thread in crowd:
             thread.start()
-        end = time.monotonic() + 5
-        while served.server.state.link.num_open < 3 and time.monotonic() < end:
-            time.sleep(0.01)
+        until(lambda: served.server.state.link.num_open == 3)
         time.sleep(0.1)
         script.gate.set()
         for thread in crowd:
@@ -233,10 +226,7 @@ def test_health_is_503_once_the_engine_is_dead():
 def test_restart_builds_a_new_engine():
     with running(settings=Settings(quiet=True, restart=True)) as served:
         assert served.post("/v1/completions", prompt="die").status_code == 503
-        end = time.monotonic() + 5
-        while served.http.get("/health").status_code != 200:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: served.http.get("/health").status_code == 200)
         assert served.chat("say:again").json()["choices"][0]["message"]["content"] == "again"
         assert served.server.state.link.num_restarts == 1
         assert metric(served, "kvledger:engine_restarts") == 1
@@ -360,18 +350,20 @@ sys.exit(HttpServer(Settings(), scripted(script, tiny_pool()), sock, drain_s=20)
 """
 
 
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(url + "/health", timeout=1).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 @pytest.fixture
 def process():
     code = SERVER.format(tests=str(Path(__file__).parent))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
         assert started.stdout is not None
         url = f"http://127.0.0.1:{int(started.stdout.readline())}"
-        while True:
-            try:
-                if httpx.get(url + "/health").status_code == 200:
-                    break
-            except httpx.HTTPError:
-                time.sleep(0.02)
+        until(lambda: is_healthy(url))
         yield started, url
         if started.poll() is None:
             started.kill()

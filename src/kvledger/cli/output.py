@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -35,3 +36,30 @@ def columns(rows: Iterable[Sequence[object]], indent: str = "") -> list[str]:
 
 def _pad(cell: str, width: int, column: int) -> str:
     return cell.ljust(width) if column == 0 else cell.rjust(width)
+
+
+class StatusLine:
+    """What is being done right now, on stderr: one line rewritten in a terminal, elsewhere a line per activity."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._length = 0
+        self._activity = ""
+
+    def show(self, text: str) -> None:
+        """Say `text`; outside a terminal only if more than its figures have changed."""
+        if not self._is_terminal:
+            activity = re.sub(r"\d.*", "", text)
+            if activity != self._activity:
+                say(text)
+            self._activity = activity
+            return
+        sys.stderr.write("\r" + text.ljust(self._length))
+        sys.stderr.flush()
+        self._length = len(text)
+
+    def clear(self) -> None:
+        """Wipe the line, so that something else can be said."""
+        if self._is_terminal and self._length:
+            sys.stderr.write("\r" + " " * self._length + "\r")
+            self._length = 0

@@ -45,7 +45,7 @@ class AccessLog:
         path = scope["path"] if scope["path"] in KNOWN_PATHS else "other"
         if (metrics := self._state.metrics) is not None:
             metrics.inc("kvledger:http_requests", 1, path, str(status))
-        if path in QUIET_PATHS and status < 400:
+        if path in QUIET_PATHS and status in (200, 401, 503):
             return
         facts = answer_facts(note.pop("answer", None))
         self._state.log(
@@ -58,7 +58,7 @@ def answer_facts(answer: Answer | None) -> dict[str, Any]:
     if answer is None or not answer.timings:
         return {}
     first = answer.timings[0]
-    reasons = sorted({choice.finish_reason or "abort" for choice in answer.choices})
+    reasons = sorted({choice.stream.finish_reason or "abort" for choice in answer.choices})
     return {
         "prompt_tokens": answer.num_prompt_tokens,
         "cached_tokens": sum(answer.num_cached),

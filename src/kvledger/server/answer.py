@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 
+from kvledger.frontend import ChoiceStream
 from kvledger.metrics import RequestTimes
 from kvledger.sched.events import Admitted, Event, Finished, PromptScored, TokenEvent
 from kvledger.sched.sequence import Request
@@ -16,7 +17,7 @@ from kvledger.server.engine_thread import EngineThread, Mailbox
 from kvledger.server.errors import DeadlineExceeded, RequestFailed
 from kvledger.server.observer import Observer
 from kvledger.server.responses import Choice, Delta
-from kvledger.server.served import Served, TextStream
+from kvledger.server.served import Served
 
 KEEP_ALIVE_S = 15.0
 
@@ -41,11 +42,10 @@ class Answer:
         self._number = {request.request_id: i for i, request in enumerate(requests)}
         self.n = requests[0].params.n
         self.choices = [
-            Choice(i * self.n + c, request.prompt_token_ids)
+            Choice(i * self.n + c, ChoiceStream(served.tokenizer, request, c))
             for i, request in enumerate(requests)
             for c in range(self.n)
         ]
-        self._streams: list[TextStream | None] = [served.open_stream(requests[0].params) for _ in self.choices]
         self.num_cached = [0] * len(requests)
         self.timings: list[RequestTimes] = []
         self._mailbox: Mailbox | None = None
@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def is_done(self) -> bool:
-        return all(choice.finish_reason for choice in self.choices)
+        return all(choice.stream.finish_reason for choice in self.choices)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """What each step brings, until every choice has ended; an empty list after a long silence."""
@@ -74,8 +74,6 @@ class Answer:
         while not self.is_done:
             events = await self._mailbox.take(self._patience_s())
             deltas = self._read(events)
-            for delta in deltas:
-                self.choices[delta.index].add(delta)
             if deltas or not events:
                 yield deltas
 
@@ -92,7 +90,7 @@ class Answer:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(len(choice.samples) for choice in self.choices)
+        return sum(len(choice.stream.samples) for choice in self.choices)
 
     def _patience_s(self) -> float:
         """How long to wait for the next event. Raises DeadlineExceeded."""
@@ -105,55 +103,41 @@ class Answer:
 
     def _has_ended(self, request: Request) -> bool:
         first = self._number[request.request_id] * self.n
-        return all(choice.finish_reason for choice in self.choices[first : first + self.n])
+        return all(choice.stream.finish_reason for choice in self.choices[first : first + self.n])
 
     def _read(self, events: Sequence[Event]) -> list[Delta]:
         """Events → one delta per choice that moved, in order of first appearance."""
         moved: dict[int, Delta] = {}
-        last: dict[int, Finished] = {self._index(e): e for e in events if isinstance(e, Finished)}
         for event in events:
-            index = self._index(event)
-            if isinstance(event, TokenEvent) and self._streams[index] is not None:
-                self._token(event, moved.setdefault(index, Delta(index)), last.get(index))
-            elif isinstance(event, Finished) and self._streams[index] is not None:
+            index = self._number[event.request_id] * self.n + event.choice
+            if isinstance(event, TokenEvent):
+                self._token(event, moved.setdefault(index, Delta(index)))
+            elif isinstance(event, Finished):
                 self._finished(event, moved.setdefault(index, Delta(index)))
             elif isinstance(event, Admitted) and event.is_first:
                 self.num_cached[self._number[event.request_id]] = event.num_cached
             elif isinstance(event, PromptScored):
                 self._scored(event)
-        return list(moved.values())
+        return [delta for delta in moved.values() if delta.samples or delta.finish_reason]
 
-    def _index(self, event: Event) -> int:
-        return self._number[event.request_id] * self.n + event.choice
-
-    def _token(self, event: TokenEvent, delta: Delta, end: Finished | None) -> None:
-        """One more token; its text is left out when it only ends the answer."""
-        delta.samples = [*delta.samples, event.sample]
-        if end is not None and event.num_output == end.num_output and self._is_silent(event, end):
+    def _token(self, event: TokenEvent, delta: Delta) -> None:
+        """One more token; where it completes a stop string the engine is told to end the choice."""
+        stream = self.choices[delta.index].stream
+        if stream.finish_reason is not None:
             return
-        stream = self._streams[delta.index]
-        assert stream is not None
-        delta.text += stream.push(event.sample.token_id)
-        if stream.stop is not None:
-            delta.finish_reason, delta.stop_reason = "stop", stream.stop
-            self._streams[delta.index] = None
-            self._link.finish(event.request_id, event.choice, stream.stop)
-
-    def _is_silent(self, event: TokenEvent, end: Finished) -> bool:
-        token, params = event.sample.token_id, self.requests[self._number[event.request_id]].params
-        is_end = end.finish_reason == "stop" and (token == end.stop_reason or token in self._served.eos_token_ids)
-        return is_end and not params.include_stop_str_in_output
+        delta.text += stream.token(event)
+        delta.samples.append(event.sample)
+        if stream.must_stop:
+            delta.finish_reason, delta.stop_reason = stream.finish_reason, stream.stop_reason
+            self._link.finish(event.request_id, event.choice, str(stream.stop_reason))
 
     def _finished(self, event: Finished, delta: Delta) -> None:
         if event.finish_reason == "error":
             raise RequestFailed(event.message or "the engine gave this request up")
-        stream = self._streams[delta.index]
-        assert stream is not None
-        self._streams[delta.index] = None
-        delta.text += stream.finish()
-        delta.finish_reason, delta.stop_reason = event.finish_reason, event.stop_reason
-        if stream.stop is not None:
-            delta.finish_reason, delta.stop_reason = "stop", stream.stop
+        stream = self.choices[delta.index].stream
+        if stream.finish_reason is None:
+            delta.text += stream.finish(event)
+            delta.finish_reason, delta.stop_reason = stream.finish_reason, stream.stop_reason
 
     def _scored(self, event: PromptScored) -> None:
         first = self._number[event.request_id] * self.n

@@ -1,6 +1,6 @@
 """The shapes of OpenAI's answers, whole and in chunks, with vLLM's additions. Pure: deltas and results in, dicts out.
 
-A `Delta` is what one engine step gave to one choice; a `Choice` is what all of them gave. Knows no engine, no HTTP.
+A `Delta` is what one engine step gave to one choice; a `Choice` is all of them together. Knows no engine, no HTTP.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvledger.frontend import ChoiceStream
 from kvledger.sched.step import Sample
 
 LOWEST_LOGPROB = -9999.0  # JSON has no −inf
@@ -23,31 +24,22 @@ class Delta:
 
     index: int
     text: str = ""
-    samples: Sequence[Sample] = ()
+    samples: list[Sample] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
 
 
 @dataclass(slots=True)
 class Choice:
-    """Everything one choice has got so far. `prompt` are the samples of prompt tokens when they were asked for."""
+    """One choice of one prompt: its stream, and the samples of prompt tokens when they were asked for."""
 
     index: int
-    prompt_ids: Sequence[int] = ()
-    text: str = ""
-    samples: list[Sample] = field(default_factory=list)
+    stream: ChoiceStream
     prompt_samples: list[Sample] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    cumulative_logprob: float = 0.0
 
-    def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        self.samples += delta.samples
-        self.cumulative_logprob += sum(sample.logprob for sample in delta.samples)
-        if delta.finish_reason:
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        return self.stream.request.prompt_token_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,9 +108,9 @@ async def _whole(
         answer.close()
     events = ResponseEvents(body, job.envelope)
     events.start()
-    for piece in _pieces(answer.choices[0].text, plan):
+    for piece in _pieces(answer.choices[0].stream.text, plan):
         events.add(piece)
-    events.end(answer.choices[0].finish_reason)
+    events.end(answer.choices[0].stream.finish_reason)
     return JSONResponse(events.response(_usage(answer)), headers={"x-request-id": job.envelope.id})
 
 
@@ -153,7 +153,7 @@ async def _stream(
                     pieces += reader.finish() if delta.finish_reason else []
                 if data := b"".join(events.add(piece) for piece in pieces):
                     yield data
-        yield events.end(answer.choices[0].finish_reason)
+        yield events.end(answer.choices[0].stream.finish_reason)
         yield events.final(_usage(answer))
     except Exception as error:
         yield events.failed(reply_for(error))

