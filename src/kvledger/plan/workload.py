@@ -7,11 +7,11 @@ output lengths are taken as independent (rank correlation in the Azure conversat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from random import Random
+from itertools import accumulate, pairwise
 from statistics import NormalDist, fmean
 
 from kvledger.errors import ConfigError, UnknownName
@@ -39,10 +39,6 @@ class Lengths:
         """Expected tokens."""
         return fmean(self.grid)
 
-    def sample(self, rng: Random) -> int:
-        """One draw."""
-        return max(1, round(self.quantile(rng.random())))
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -63,21 +59,26 @@ class Workload:
         if self.shared_prefix < 0:
             raise ConfigError(f"shared prefix must not be negative, got {self.shared_prefix}")
 
-    def held_tokens(self, count: int = 4096, seed: int = 0) -> list[int]:
+    def held_tokens(self, count: int = 4096) -> list[int]:
         """Tokens that a running request holds at a random moment: its prompt and what it has written so far.
 
-        Long answers are seen more often than short ones, so outputs are drawn in proportion to their length.
-        Deterministic for a seed.
+        Long answers are seen more often than short ones, so outputs are drawn in proportion to their length. The
+        draws are spread evenly instead of at random (Kronecker sequence), so means are right to a few parts in 1000.
         """
-        rng = Random(seed)
-        weights = self.output.grid
-        outputs = rng.choices(weights, weights=weights, k=count)
-        return [self.prompt.sample(rng) + 1 + int(rng.random() * out) for out in outputs]
+        outputs = self.output.grid
+        sums = list(accumulate(outputs))
+        held = []
+        for u, v, w in _evenly(count):
+            output = outputs[bisect_left(sums, v * sums[-1])]
+            held.append(max(1, round(self.prompt.quantile(u))) + 1 + int(w * output))
+        return held
 
-    def final_tokens(self, count: int = 4096, seed: int = 0) -> list[int]:
-        """Tokens that requests hold when they end. Deterministic for a seed."""
-        rng = Random(seed)
-        return [self.prompt.sample(rng) + self.output.sample(rng) for _ in range(count)]
+    def final_tokens(self, count: int = 4096) -> list[int]:
+        """Tokens that requests hold when they end, spread like `held_tokens`."""
+        return [
+            max(1, round(self.prompt.quantile(u))) + max(1, round(self.output.quantile(v)))
+            for u, v, _ in _evenly(count)
+        ]
 
     @property
     def source(self) -> str:
@@ -87,6 +88,15 @@ class Workload:
             if self.prompt.source == self.output.source
             else f"{self.prompt.source}; {self.output.source}"
         )
+
+
+def _evenly(count: int) -> Iterator[tuple[float, float, float]]:
+    """`count` points that fill the unit cube evenly (the R3 sequence: powers of the root of x⁴ = x + 1)."""
+    root = 1.2207440846057596
+    steps = (1 / root, 1 / root**2, 1 / root**3)
+    for index in range(count):
+        u, v, w = ((0.5 + (index + 1) * step) % 1 for step in steps)
+        yield u, v, w
 
 
 # ---------------------------------------------------------------------------------------------- shapes
