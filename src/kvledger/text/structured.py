@@ -129,8 +129,13 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, data: bytes | str) -> list[int]:
+        """Tokens of a text that continues another, so without the space that may be put in front of a whole one."""
         text = data.decode("utf-8", "replace") if isinstance(data, bytes) else data
-        return self._tokenizer.encode(text, parse_special=False)
+        if not self._tokenizer.adds_space:
+            return self._tokenizer.encode(text, parse_special=False)
+        ids = self._tokenizer.encode("\x02" + text, parse_special=False)  # \x02 merges with nothing
+        start = next((i + 1 for i, token in enumerate(ids) if self.tokens[token] == b"\x02"), 0)
+        return ids[start:]
 
 
 def _grammar(kind: str, value: object) -> str:

@@ -77,6 +77,11 @@ class Tokenizer:
         """The bytes of every token, by id."""
         return self._pieces
 
+    @property
+    def adds_space(self) -> bool:
+        """Whether encoding puts a space in front of a text (SentencePiece)."""
+        return self._strips_space
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._tokens.special_ids
 
