@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ from kvledger.plan.allocation import allocation, sharing
 from kvledger.plan.bandwidth import BATCHES, bandwidth
 from kvledger.plan.compression import compression
 from kvledger.plan.concurrency import budget_figure, concurrency, pool_requests
-from kvledger.plan.explain import Figure, Input
+from kvledger.plan.explain import Figure, Input, derive
 from kvledger.plan.ledger import Cell, Ledger, Table
 from kvledger.plan.levers import Lever
 from kvledger.plan.memory import CONTEXTS, bytes_ledger, request_figure
@@ -20,9 +21,11 @@ from kvledger.plan.query import Query
 from kvledger.plan.recompute import recompute
 from kvledger.plan.weights import weights_figure
 from kvledger.plan.workload import Workload, find_workload
+from kvledger.spec.weights import scheme_bits
 from kvledger.units import GB
 
 LESSON_OVERHEAD_GB = 2
+_NAMED_SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[bB](?![a-zA-Z0-9])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +70,29 @@ def _concurrency(ask: Ask) -> Ledger:
 
 
 def _lesson_concurrency(ask: Ask, query: Query) -> Ledger:
-    """Memory as sold, weights in GB, 2 GB of overhead, GB divided by GiB."""
+    """Memory as sold, the weights that the model's name tells, 2 GB of overhead, GB divided by GiB."""
     memory = Input("M", query.device.sold_bytes, "B", f"{query.device.name}, as sold")
-    weights = weights_figure(query.model, query.scheme, query.tp).as_input("W")
+    weights = nominal_weights(query).as_input("W")
     budget = budget_figure(
         memory, weights, [Input("O", LESSON_OVERHEAD_GB * GB, "B", "the lesson's estimate", "assumed")]
     )
     layout = query.model.kv_layout(kv_dtype_of(query), ask.block_size, query.tp)
-    return concurrency(
+    made = concurrency(
         layout, budget, ask.contexts, as_lesson=True, title="How many requests fit, as the lesson counts"
     )
+    return replace(made, notes=("Exact counts: the same command without --as-lesson.",))
+
+
+def nominal_weights(query: Query) -> Figure:
+    """Weights of one device as the lesson counts them: a "70b" has 70 × 10^9, all of them split by TP and PP."""
+    told = _NAMED_SIZE.search(query.model.name)
+    params = float(told[1]) * 1e9 if told else query.model.num_params
+    return derive(
+        "weights_bytes_per_device", "B", "N × b ÷ (tp × pp)",
+        Input("N", params, "weights", "the model's name" if told else query.model.source),
+        Input("b", round(scheme_bits(query.scheme)) / 8, "B", query.scheme),
+        Input("tp", query.tp, "devices"), Input("pp", query.pp, "devices"), label="weights per device",
+    )  # fmt: skip
 
 
 def plan_concurrency(made: Plan, contexts: Sequence[int] = CONTEXTS) -> Ledger:
