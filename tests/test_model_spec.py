@@ -78,6 +78,8 @@ NOT_AS_COUNTED = {
     # The published files keep key and value weights of layers that share KV; transformers' classes drop them.
     "google/gemma-3n-E2B-it",
     "google/gemma-3n-E4B-it",
+    # transformers' class allocates gate and up weights for the zero experts, which have none.
+    "meituan-longcat/LongCat-Flash-Chat",
 }
 
 
@@ -184,6 +186,24 @@ def test_jamba_and_nemotron_interleave_as_published():
     assert (kinds.count("state"), kinds.count("full"), kinds.count(None)) == (27, 4, 25)
 
 
+def test_v4_keeps_a_window_and_compressed_tokens():
+    kinds = caches("deepseek-v4-flash")
+    window = LatentKV(448, 64, window=128)
+    assert kinds[:2] == [window, window]
+    assert kinds[2:6] == [window, LatentKV(448, 64, 132, ratio=4), window, LatentKV(448, 64, ratio=128)]
+    layout = catalogue.model("deepseek-v4-flash").kv_layout("bf16", block_size=128)
+    million = 1 << 20
+    rows = 43 * 128 + 21 * million // 4 + 20 * million // 128
+    assert layout.bytes_for(million) == rows * 1024 + 21 * million // 4 * 132
+
+
+def test_sliding_layers_with_heads_of_their_own():
+    mimo = caches("mimo-v2-flash")
+    assert mimo[0] == FullKV(4, 192, 128)
+    assert mimo[1] == WindowKV(8, 192, 128, 129)
+    assert sum(type(x) is FullKV for x in mimo) == 9
+
+
 def test_cross_attention_keeps_nothing_that_grows():
     model = catalogue.model("llama-3.2-11b-vision")
     assert [i for i, x in enumerate(model.layers) if x.cache is None] == list(range(3, 40, 5))
@@ -248,7 +268,7 @@ def test_notes_and_schemes_come_from_the_file():
 
 def test_every_family_is_in_the_catalogue_or_tested_here():
     used = {catalogue.model(row.id).architecture for row in catalogue.rows()}
-    elsewhere = {"openelm", "nemotron-nas"}
+    elsewhere = {"openelm", "nemotron-nas", "exaone_moe"}
     spare = {"apertus", "aquila", "arcee", "codegen", "granitemoeshared", "hunyuan_v1_dense", "hyperclovax", "lfm2_moe",
              "nanbeige", "orion", "persimmon", "xverse", "yi", "glm", "RefinedWeb", "RefinedWebModel", "mistral_text",
              "ministral", "gemma4_text"}  # fmt: skip

@@ -190,7 +190,7 @@ def test_rank_counts_that_cannot_be_meant(tp, pp, ep):
 
 @pytest.mark.skipif(not LOGS.exists(), reason="the published start-up logs are not beside this checkout")
 def test_weights_that_engines_logged():
-    """vLLM's "model weights take" lines: what we count, without its run-time buffers, is at most 3 % below.
+    """vLLM's "model weights take" lines: what we count, without its run-time buffers, is at most 4 % below.
 
     Left out: runs with another weight type than the name says, mxfp4 and nvfp4 (padded by kernels, or with parts left
     unquantised as the publisher pleased), and multimodal towers that a rank keeps whole.
@@ -210,4 +210,4 @@ def test_weights_that_engines_logged():
         if 0.6 < ours / record["weights_gib"] < 1.6:  # else run with another weight type
             found.append((name, ours / record["weights_gib"]))
     assert len(found) >= 35
-    assert all(0.97 <= ratio <= 1.003 for _, ratio in found), [x for x in found if not 0.97 <= x[1] <= 1.003]
+    assert all(0.96 <= ratio <= 1.003 for _, ratio in found), [x for x in found if not 0.96 <= x[1] <= 1.003]

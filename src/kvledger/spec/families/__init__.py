@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvledger.spec.families.compressed import COMPRESSED_FAMILIES
 from kvledger.spec.families.dense import DENSE_FAMILIES
 from kvledger.spec.families.gemma import GEMMA_FAMILIES
 from kvledger.spec.families.hybrid import HYBRID_FAMILIES
@@ -16,6 +17,7 @@ FAMILIES: dict[str, Builder] = {
     **MOE_FAMILIES,
     **GEMMA_FAMILIES,
     **LATENT_FAMILIES,
+    **COMPRESSED_FAMILIES,
     **HYBRID_FAMILIES,
     **NESTED_FAMILIES,
     **OLDER_FAMILIES,

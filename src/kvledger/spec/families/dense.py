@@ -98,7 +98,7 @@ def _seed_oss(f: Fields) -> Traits:
     return Traits(qkv_bias=f.flag("attention_bias", default=True), out_bias=f.flag("attention_out_bias"))
 
 
-def _exaone4(f: Fields) -> Traits:
+def exaone4_traits(f: Fields) -> Traits:
     """Its pattern may be written in letters: LLLG is three local layers, then a global one."""
     pattern = f.sliding_pattern(default="LLLG")
     return Traits(qk_norm="head", window=lambda f, index: pattern[index % len(pattern)] == "L")
@@ -156,7 +156,7 @@ DENSE_FAMILIES: dict[str, parts.Builder] = {
     "cohere": decoder(_cohere), "cohere2": decoder(_cohere2),
     "olmo": decoder(_olmo), "olmo2": decoder(_olmo2), "olmo3": decoder(_olmo2),
     "glm": decoder(_glm), "glm4": decoder(_glm4), "chatglm": decoder(_chatglm),
-    "nemotron": decoder(_nemotron), "seed_oss": decoder(_seed_oss), "exaone4": decoder(_exaone4),
+    "nemotron": decoder(_nemotron), "seed_oss": decoder(_seed_oss), "exaone4": decoder(exaone4_traits),
     "exaone": decoder(lambda f: Traits()), "ernie4_5": decoder(_ernie), "internlm3": decoder(_internlm3),
     "hunyuan_v1_dense": decoder(lambda f: Traits(qk_norm="head")), "arcee": decoder(_arcee),
     "apertus": decoder(_apertus), "persimmon": decoder(_persimmon),

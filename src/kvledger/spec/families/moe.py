@@ -10,7 +10,7 @@ from collections.abc import Callable
 from kvledger.spec.config_fields import Fields
 from kvledger.spec.families import parts
 from kvledger.spec.families.decoder import FeedForward, Traits, decoder
-from kvledger.spec.families.dense import all_but_each, every, qwen2_window
+from kvledger.spec.families.dense import all_but_each, every, exaone4_traits, qwen2_window
 from kvledger.spec.families.parts import Weights
 from kvledger.spec.model import Weight
 
@@ -29,7 +29,7 @@ def after_dense(f: Fields, index: int) -> bool:
     kinds = f.texts("mlp_layer_types")
     if kinds is not None:
         return index < len(kinds) and kinds[index] == "sparse"
-    first = f.count_or(0, "first_k_dense_replace")
+    first = f.count_or(0, "first_k_dense_replace", "num_dense_layers")
     return index >= first and index % f.count_or(1, "moe_layer_freq", low=1) == 0
 
 
@@ -122,10 +122,6 @@ def _hunyuan_experts(f: Fields, index: int) -> tuple[Weights, int]:
     return weights, f.per_layer(layers, "moe_topk", "num_experts_per_tok")[index]
 
 
-def _after_num_dense(f: Fields, index: int) -> bool:
-    return index >= f.count_or(0, "num_dense_layers")
-
-
 def _dbrx(f: Fields) -> parts.Body:
     """DBRX keeps its attention and its experts in sections of their own."""
     heads, experts = f.section("attn_config"), f.section("ffn_config")
@@ -169,6 +165,14 @@ MOE_FAMILIES: dict[str, parts.Builder] = {
                          window=qwen2_window),
         deepseek_ffn,
     ),
+    "exaone_moe": decoder(
+        exaone4_traits, moe(sparse=after_dense, shared=shared_of("num_shared_experts"), correction=True)
+    ),
+    "hy_v3": decoder(
+        lambda f: Traits(qk_norm="head", qkv_bias=f.flag("attention_bias"), out_bias=f.flag("attention_bias")),
+        moe(sparse=after_dense, shared=shared_of("num_shared_experts"), correction=True),
+    ),
+    "solar_open": decoder(lambda f: Traits(qkv_bias=f.flag("attention_bias")), deepseek_ffn),
     "minimax_m2": decoder(
         lambda f: Traits(qk_norm="all"), moe(inner=("intermediate_size",), correction=True)
     ),
@@ -192,6 +196,6 @@ MOE_FAMILIES: dict[str, parts.Builder] = {
     "dbrx": _dbrx,
     "afmoe": decoder(
         lambda f: Traits(qk_norm="head", norms=4, gate=True, window=all_but_each(4, "global_attn_every_n_layers")),
-        moe(sparse=_after_num_dense, shared=shared_of("num_shared_experts"), correction=True),
+        moe(sparse=after_dense, shared=shared_of("num_shared_experts"), correction=True),
     ),
 }  # fmt: skip
