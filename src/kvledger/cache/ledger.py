@@ -45,6 +45,11 @@ class BlockLedger:
             return 0
         return (len(tables[0]) + free // self.num_groups) * self.block_size - start
 
+    def is_writable(self, tables: Tables, position: int) -> bool:
+        """The block of `position` is there and nobody else holds it."""
+        index = position // self.block_size
+        return index < len(tables[0]) and all(self.pool.refs(table[index]) == 1 for table in tables)
+
     def copies_needed(self, tables: Tables, start: int) -> int:
         """Blocks that must be copied before position `start` may be written, because others hold them too."""
         index = start // self.block_size

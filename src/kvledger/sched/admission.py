@@ -1,51 +1,73 @@
-"""What may enter at all: a request that can never be served is refused before it waits. Pure checks, no state."""
+"""Whether a waiting sequence may start: blocks free, blocks promised, blocks needed. Decides; changes nothing.
+
+A running sequence is *promised* what it was admitted with and has not taken yet: the rest of its prompt, or of its
+maximum length under a reserving policy, and otherwise one block of growth, so that admitting one more does not at once
+push another out.
+"""
 
 from __future__ import annotations
 
-from kvledger.errors import BadRequest, ContextTooLong
-from kvledger.plan.pool import PoolPlan
-from kvledger.sched.sequence import Request
+from collections.abc import Iterable
+
+from kvledger.cache.ledger import BlockLedger
+from kvledger.cache.prefix_cache import PrefixCache, PrefixMatch, extend_chain, root_digest
+from kvledger.sched.policies import Policy
+from kvledger.sched.sequence import Sequence
 
 
-def check_request(request: Request, pool: PoolPlan, max_model_len: int, vocab_size: int | None = None) -> int:
-    """The most tokens (prompt and output) that the request may come to.
+class Admission:
+    """The arithmetic of promises over one ledger. `budget` is the most tokens of a step."""
 
-    Raises BadRequest for an empty prompt or ids outside the vocabulary, and ContextTooLong where the prompt and one
-    token pass the context or the whole pool, or prompt and `max_tokens` pass the context. An output that could
-    outgrow the pool is admitted and ends there with finish reason `length`.
-    """
-    prompt, limit = len(request.prompt_token_ids), request.params.max_tokens
-    if not prompt:
-        raise BadRequest("the prompt is empty; give at least one token", "prompt")
-    if vocab_size is not None:
-        _check_ids(request, vocab_size)
-    if prompt + (limit or 1) > max_model_len:
-        raise ContextTooLong(_context_message(prompt, limit, max_model_len), "max_tokens" if limit else "prompt")
-    held = pool.kv_tokens
-    if prompt + 1 > held:
-        raise ContextTooLong(
-            f"the prompt's {prompt} tokens and one more need {pool.layout.blocks_for(prompt + 1)} blocks, the whole "
-            f"pool has {pool.num_blocks} (at most {held} tokens): shorten it or give more --kv-memory", "prompt",
-        )  # fmt: skip
-    longest = prompt + limit if limit else max_model_len
-    return min(longest, max_model_len, held + 1)  # the last token is sampled, never computed
+    def __init__(
+        self, ledger: BlockLedger, prefix: PrefixCache, policy: Policy, budget: int, namespace: bytes = b""
+    ) -> None:
+        self.ledger, self.prefix, self.policy, self.budget = ledger, prefix, policy, budget
+        self.namespace = namespace
 
+    def fits(self, seq: Sequence, match: PrefixMatch, promised: int) -> bool:
+        """Free blocks, less what is promised to others, cover the sequence and the choices yet to split off."""
+        whole = self.ledger.layout.blocks_for(self.policy.target(seq), self._in_flight(seq))
+        need = max(0, whole - match.num_held) + self._forks(seq)
+        return self.ledger.pool.num_free - match.num_idle - promised >= need
 
-def _context_message(prompt: int, limit: int | None, max_model_len: int) -> str:
-    head = f"the context is {max_model_len} tokens; the prompt has {prompt}"
-    if prompt + 1 > max_model_len:
-        return f"{head}, which leaves no room for an answer: shorten it to at most {max_model_len - 1}"
-    return f"{head} and max_tokens asks for {limit} more: ask for at most {max_model_len - prompt}"
+    def promised(self, running: Iterable[Sequence]) -> int:
+        """Blocks that running sequences may still take."""
+        return sum(self.promise(seq) for seq in running)
 
+    def promise(self, seq: Sequence) -> int:
+        """Blocks that this running sequence may still take."""
+        target, growth = self.policy.target(seq), 0 if self.policy.reserves else self.ledger.num_groups
+        more = self.ledger.still_needed(seq.tables, seq.num_computed, target, self._in_flight(seq))
+        return more + growth + self._forks(seq)
 
-def _check_ids(request: Request, vocab_size: int) -> None:
-    fields = {
-        "prompt": request.prompt_token_ids,
-        "stop_token_ids": request.params.stop_token_ids,
-        "allowed_token_ids": request.params.allowed_token_ids or (),
-        "logit_bias": request.params.logit_bias,
-    }
-    for name, ids in fields.items():
-        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-            worst = next(i for i in ids if not 0 <= i < vocab_size)
-            raise BadRequest(f"token id {worst} in {name} is outside the vocabulary of {vocab_size}", name)
+    def match(self, seq: Sequence) -> PrefixMatch:
+        """What the prefix cache has of the sequence but for its last token, whose logits are needed to sample.
+
+        A prompt whose logprobs are asked for is computed in full.
+        """
+        scored = 0 if seq.params.prompt_logprobs is None else seq.num_prompt_tokens - 1
+        if not self.prefix.enabled or seq.num_scored < scored:
+            return self.prefix.match(())
+        full = (seq.num_tokens - 1) // self.ledger.block_size
+        self.extend_digests(seq, full)
+        return self.prefix.match(seq.digests[:full])
+
+    def extend_digests(self, seq: Sequence, num_blocks: int) -> None:
+        """Make sure that the sequence has the digests of its first `num_blocks` blocks."""
+        size = self.ledger.block_size
+        if len(seq.digests) < num_blocks:
+            root = root_digest(seq.salt, self.namespace)
+            extend_chain(seq.digests, root, seq.token_ids[: num_blocks * size], size)
+
+    def _in_flight(self, seq: Sequence) -> int:
+        """Tokens of the sequence that one step may compute."""
+        return max(1, min(self.budget, seq.num_uncomputed) if self.policy.chunks else seq.num_uncomputed)
+
+    def _forks(self, seq: Sequence) -> int:
+        """Blocks of their own for choices yet to split off: a first one each, or all beyond the shared prompt."""
+        if not seq.num_forks:
+            return 0
+        groups = self.ledger.num_groups
+        shared = groups * ((seq.num_prompt_tokens - 1) // self.ledger.block_size)
+        whole = self.ledger.layout.blocks_for(seq.max_total_tokens) if self.policy.reserves else 0
+        return seq.num_forks * max(groups, whole - shared)

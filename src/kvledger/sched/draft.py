@@ -52,10 +52,10 @@ class Draft:
             return todo
         return self.tokens_left if chunked else 0
 
-    def place(self, seq: Sequence, num_tokens: int, copies: Moves) -> None:
+    def place(self, seq: Sequence, num_tokens: int, copies: Moves | None = None) -> None:
         """The step computes the sequence's next `num_tokens`, after `copies`."""
         samples = seq.num_computed + num_tokens == seq.num_tokens
-        self._placed[seq.seq_id] = (Chunk(seq, seq.num_computed, num_tokens, samples), copies)
+        self._placed[seq.seq_id] = (Chunk(seq, seq.num_computed, num_tokens, samples), copies or [])
         self._has_whole |= num_tokens > 1
         self.tokens_left -= num_tokens
         self.seats_left -= 1

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from kvledger.cache.block_pool import BlockPool
 from kvledger.cache.ledger import BlockLedger
-from kvledger.cache.prefix_cache import PrefixCache, PrefixMatch, extend_chain, root_digest
+from kvledger.cache.prefix_cache import PrefixCache, PrefixMatch
 from kvledger.errors import BadRequest
 from kvledger.plan.pool import PoolPlan
-from kvledger.sched.admission import check_request
+from kvledger.sched.admission import Admission
 from kvledger.sched.books import Books
 from kvledger.sched.draft import Draft
 from kvledger.sched.ending import ending
 from kvledger.sched.events import Admitted, Event, Finished, Preempted, PromptScored, TokenEvent
+from kvledger.sched.limits import check_request
 from kvledger.sched.policies import policy_of
 from kvledger.sched.sequence import Request, Sequence, Status
 from kvledger.sched.step import Chunk, Sample, Step, StepResult
@@ -44,10 +45,12 @@ class Scheduler:
         namespace: bytes = b"",
     ) -> None:
         self.plan, self.config, self.policy = pool, config, policy_of(config)
-        self.max_model_len, self.vocab_size, self.namespace = max_model_len, vocab_size, namespace
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.pool = BlockPool(pool.num_blocks)
         self.ledger = BlockLedger(pool.layout, self.pool)
         self.prefix = PrefixCache(self.pool, pool.layout.groups, prefix_caching)
+        budget = config.max_num_batched_tokens
+        self.admission = Admission(self.ledger, self.prefix, self.policy, budget, namespace)
         self.waiting = SequenceList(config.queueing)
         self.running = SequenceList(config.queueing)
         self._parked: list[tuple[Sequence, list[Finished]]] = []  # ended members of a static batch
@@ -142,8 +145,9 @@ class Scheduler:
         if seq.status is not Status.RUNNING or seq.is_held:
             return
         wanted = draft.wanted(seq, self.policy.chunks)
-        granted = self._make_room(seq, wanted, draft) if wanted else 0
-        if granted:
+        if wanted == 1 and self.ledger.is_writable(seq.tables, seq.num_computed):  # most of decoding
+            draft.place(seq, 1)
+        elif wanted and (granted := self._make_room(seq, wanted, draft)):
             copies = self.ledger.extend(seq.tables, seq.num_computed, seq.num_computed + granted)
             draft.place(seq, granted, copies)
 
@@ -195,15 +199,17 @@ class Scheduler:
         """Start waiting sequences in order until one does not fit. A static batch ignores the token budget here."""
         if draft.has_preempted or not len(self.waiting):
             return
-        promised = self._promised()
+        admission, promised = self.admission, -1
         while (seq := self._next_waiting()) is not None and self._has_seat(seq, draft):
-            match = self._match(seq)
-            if self._fits(seq, match, promised):
+            match = admission.match(seq)
+            promised = admission.promised(self.running) if promised < 0 else promised
+            # with nobody running the first in line always starts: it can be held, or it would have been refused
+            if not len(self.running) or admission.fits(seq, match, promised):
                 self._start(seq, match)
                 self._place(seq, draft)
-                promised += self._promise(seq)
+                promised += admission.promise(seq)
             elif not self._any_active() and self._yield_held(draft):
-                promised = self._promised()
+                promised = -1
             else:
                 return
 
@@ -214,52 +220,6 @@ class Scheduler:
         if len(self.running) >= self.config.max_num_seqs:
             return False
         return not self.policy.refills or draft.wanted(seq, self.policy.chunks) > 0
-
-    def _match(self, seq: Sequence) -> PrefixMatch:
-        """What the prefix cache has of the sequence but for its last token, whose logits are needed to sample."""
-        if not self.prefix.enabled or seq.num_scored < self._num_to_score(seq):
-            return self.prefix.match(())
-        last = (seq.num_tokens - 1) // self.ledger.block_size
-        root = root_digest(seq.salt, self.namespace)
-        extend_chain(seq.digests, root, seq.token_ids[: last * self.ledger.block_size], self.ledger.block_size)
-        return self.prefix.match(seq.digests[:last])
-
-    @staticmethod
-    def _num_to_score(seq: Sequence) -> int:
-        return 0 if seq.params.prompt_logprobs is None else seq.num_prompt_tokens - 1
-
-    def _need(self, seq: Sequence, match: PrefixMatch) -> int:
-        """Blocks that must be free for the sequence, and for choices yet to split off, beyond those it shares."""
-        whole = self.plan.layout.blocks_for(self.policy.target(seq), self._in_flight(seq))
-        return max(0, whole - match.num_held) + seq.num_forks * self._fork_blocks(seq)
-
-    def _fork_blocks(self, seq: Sequence) -> int:
-        """Blocks of its own that a choice needs when it splits off: a first one, or all beyond the shared prompt."""
-        groups = self.ledger.num_groups
-        if not self.policy.reserves:
-            return groups
-        shared = groups * ((seq.num_prompt_tokens - 1) // self.ledger.block_size)
-        return max(groups, self.plan.layout.blocks_for(seq.max_total_tokens) - shared)
-
-    def _in_flight(self, seq: Sequence) -> int:
-        budget = self.config.max_num_batched_tokens
-        return max(1, min(budget, seq.num_uncomputed) if self.policy.chunks else seq.num_uncomputed)
-
-    def _promised(self) -> int:
-        """Blocks that running sequences may still take."""
-        return sum(self._promise(seq) for seq in self.running)
-
-    def _promise(self, seq: Sequence) -> int:
-        """What a running sequence was admitted with and has not taken yet; and one block to grow unless reserved."""
-        target = self.policy.target(seq)
-        more = self.ledger.still_needed(seq.tables, seq.num_computed, target, self._in_flight(seq))
-        per_fork = self._fork_blocks(seq) if seq.num_forks else 0
-        return more + seq.num_forks * per_fork + (0 if self.policy.reserves else self.ledger.num_groups)
-
-    def _fits(self, seq: Sequence, match: PrefixMatch, promised: int) -> bool:
-        """With nobody running the first in line always starts: it can be held, or it would have been refused."""
-        free = self.pool.num_free - match.num_idle - promised
-        return not len(self.running) or free >= self._need(seq, match)
 
     def _any_active(self) -> bool:
         return any(not seq.is_held for seq in self.running)
@@ -317,8 +277,7 @@ class Scheduler:
         full = seq.num_computed // self.ledger.block_size
         if not self.prefix.enabled or full <= seq.num_entered:
             return
-        root = root_digest(seq.salt, self.namespace)
-        extend_chain(seq.digests, root, seq.token_ids[: full * self.ledger.block_size], self.ledger.block_size)
+        self.admission.extend_digests(seq, full)
         for index in range(seq.num_entered, full):
             for group, table in enumerate(seq.tables):
                 if table[index] >= 0:
@@ -413,7 +372,9 @@ class Scheduler:
     def books(self) -> Books:
         """Where the blocks are, now. O(blocks): for reports."""
         holders = [*self.running, *(seq for seq, _ in self._parked)]
-        return Books.of(self.plan, self.pool, holders, self._promised() if self.policy.reserves else 0)
+        return Books.of(
+            self.plan, self.pool, holders, self.admission.promised(self.running) if self.policy.reserves else 0
+        )
 
     def check(self) -> None:
         """Recount blocks and queues from scratch. AssertionError on any disagreement."""
