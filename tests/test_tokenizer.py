@@ -135,7 +135,7 @@ def test_long_texts_take_time_in_proportion(smollm, text):
         ({"pre": "smolm"}, UnsupportedModel, "unknown pre-tokenizer 'smolm'; nearest: smollm"),
         ({"pre": None}, UnsupportedModel, "'tokenizer.ggml.pre' is missing"),
         ({"model": "t5"}, UnsupportedModel, "'t5' is not supported; supported: gpt2, llama"),
-        ({"model": None}, UnsupportedModel, "None is not supported"),
+        ({"model": None}, DamagedFile, "the model has no tokenizer"),
         ({"merges": None}, DamagedFile, "merges' is missing"),
         ({"merges": ["a b"]}, DamagedFile, "contradict"),
         ({"tokens": []}, DamagedFile, "tokens' is missing"),

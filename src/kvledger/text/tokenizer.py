@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvledger.errors import BadRequest
+from kvledger.errors import BadRequest, DamagedFile
 
 if TYPE_CHECKING:
     import tokenizers
@@ -53,6 +53,9 @@ class Tokenizer:
 
         if "tokenizer.ggml.tokens" not in metadata and "tokenizer.huggingface.json" in metadata:
             return json_tokenizer.build(metadata)
+        if "tokenizer.ggml.model" not in metadata:
+            raise DamagedFile("the model has no tokenizer: no 'tokenizer.ggml.model' in a GGUF file, no tokenizer.json "
+                              "in a folder")  # fmt: skip
         return gguf_tokenizer.build(metadata)
 
     @property

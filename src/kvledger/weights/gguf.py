@@ -142,6 +142,9 @@ class _Parser:
         if num_keys > min(MAX_KEYS, self.size // 13):
             self.fail(f"{num_keys:,} metadata keys announced in a file of {format_bytes(self.size)}", 16)
         metadata = self.read_metadata(num_keys)
+        if (parts := metadata.get("split.count", 1)) not in (0, 1):
+            raise UnsupportedModel(f"{self.path.name} is one of {parts} parts; join them with llama.cpp's "
+                                   "llama-gguf-split --merge")  # fmt: skip
         infos = [self.tensor_info() for _ in range(num_tensors)]
         return GGUFHeader(self.path, version, metadata, self.place(infos, self.alignment(metadata)))
 
