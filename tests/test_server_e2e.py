@@ -1,0 +1,137 @@
+"""The README's first command, as a user runs it: a process, the default model, real clients."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from kvledger.errors import FetchError
+from kvledger.weights.store import resolve
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    try:
+        resolve("smollm2")
+    except FetchError as error:
+        pytest.skip(f"the default model cannot be fetched here: {error}")
+    return "smollm2"
+
+
+@pytest.fixture(scope="module")
+def server(model: str) -> Iterator[tuple[str, list[str]]]:
+    """(address, lines said so far) of `kvledger serve` with its default model."""
+    command = [sys.executable, "-m", "kvledger", "serve", "--port", "0", "--kv-memory", "256MiB"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said: list[str] = []
+        for line in process.stderr:
+            said.append(line.rstrip())
+            if found := re.search(r"serving +(http://\S+)/v1", line):
+                break
+        else:
+            pytest.fail("the server did not start:\n" + "\n".join(said))
+        url = found[1]
+        end = time.monotonic() + 20
+        while httpx.get(url + "/health").status_code != 200 and time.monotonic() < end:
+            time.sleep(0.02)
+        yield url, said
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_prints_the_plan_it_then_builds(server):
+    url, said = server
+    books = httpx.get(url + "/ledger").json()
+    plan = "\n".join(said)
+    assert f"{books['plan']['num_blocks']:,} blocks" in plan
+    assert books["built"]["agrees"]
+    assert books["blocks"]["total"] * books["blocks"]["block_bytes"] == books["bytes"]["kv_pool"]
+    for context, count in books["requests_at_context"].items():
+        assert f"{count} of {int(context) // 1024}K tokens" in plan
+    parts = books["blocks"]
+    assert parts["used"] + parts["cached"] + parts["free"] == parts["total"]
+
+
+def test_paris(server):
+    url, _ = server
+    body = {"messages": QUESTION, "temperature": 0, "max_tokens": 20}
+    assert "Paris" in httpx.post(url + "/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    body = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 5}
+    assert "Paris" in httpx.post(url + "/v1/completions", json=body).json()["choices"][0]["text"]
+
+
+def test_the_openai_package_and_the_same_answer_whole_streamed_and_cached(server):
+    url, _ = server
+    client = openai.OpenAI(base_url=url + "/v1", api_key="none")
+    ask = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 40}
+    whole = client.chat.completions.create(**ask)
+    streamed = client.chat.completions.create(**ask, stream=True)
+    text = "".join(c.choices[0].delta.content or "" for c in streamed)
+    again = client.chat.completions.create(**ask)
+    assert text == whole.choices[0].message.content == again.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_logprobs_of_the_prompt_are_those_of_generation(server):
+    """Scoring a text by echo gives what generating it gave, bit for bit."""
+    url, _ = server
+    body = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 6, "logprobs": 1}
+    made = httpx.post(url + "/v1/completions", json=body).json()["choices"][0]
+    prompt = httpx.post(url + "/tokenize", json={"prompt": body["prompt"]}).json()["tokens"]
+    full = httpx.post(url + "/tokenize", json={"prompt": body["prompt"] + made["text"]}).json()["tokens"]
+    scored = httpx.post(
+        url + "/v1/completions", json={"prompt": full, "echo": True, "logprobs": 1, "max_tokens": 1}
+    ).json()["choices"][0]
+    wanted = made["logprobs"]["token_logprobs"]
+    assert scored["logprobs"]["token_logprobs"][len(prompt) : len(prompt) + len(wanted)] == wanted
+
+
+def test_json_schema_and_required_tool(server):
+    url, _ = server
+    client = openai.OpenAI(base_url=url + "/v1", api_key="none")
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    answer = client.chat.completions.create(
+        model="smollm2", messages=QUESTION, response_format=wanted, temperature=0, max_tokens=60
+    )
+    assert isinstance(json.loads(answer.choices[0].message.content)["city"], str)
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
+    called = client.chat.completions.create(
+        model="smollm2", messages=QUESTION, tools=[tool], tool_choice="required", parallel_tool_calls=False,
+        temperature=0, max_tokens=80,
+    )  # fmt: skip
+    call = called.choices[0].message.tool_calls[0]
+    assert call.function.name == "look_up"
+    assert isinstance(json.loads(call.function.arguments)["city"], str)
+
+
+def test_run_answers_on_stdout(model: str):
+    command = [sys.executable, "-m", "kvledger", "run", model, QUESTION[0]["content"]]
+    options = ["--temperature", "0", "--max-tokens", "20", "--kv-memory", "64MiB"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=True)
+    assert "Paris" in done.stdout
+    assert "loading" not in done.stdout
+
+
+def test_chat_remembers_and_ends_at_the_end_of_input(model: str):
+    command = [sys.executable, "-m", "kvledger", "chat", model, "--temperature", "0", "--max-tokens", "20"]
+    done = subprocess.run(
+        [*command, "--kv-memory", "64MiB"], input="What is the capital of France?\n/reset\n/exit\n",
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    assert "Paris" in done.stdout
