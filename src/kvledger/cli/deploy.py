@@ -47,7 +47,7 @@ def deploy(
         max_num_batched_tokens=max_num_batched_tokens,
     )  # fmt: skip
     made = answer(query)
-    text = command(made.outcome, path or _as_typed(model, query.model.name))
+    text = command(made.outcome, path or (model if query.engine == "kvledger" else _as_typed(model, query.model.name)))
     if as_json:
         emit_json({"engine": query.engine, "command": text, "plan": made.to_json()})
         return

@@ -9,7 +9,7 @@ from kvledger.plan.explain import dress
 from kvledger.plan.ledger import Table
 from kvledger.plan.ledgers import lever_table
 from kvledger.plan.outcome import Outcome
-from kvledger.plan.planner import Plan
+from kvledger.plan.planner import Plan, band_note
 from kvledger.plan.search import Candidate, Found
 
 BAR = 60  # characters of the memory bar
@@ -28,6 +28,9 @@ def show_plan(plan: Plan) -> None:
     for title, figures in plan.groups:
         out.print(f"\n[bold]{title}[/bold]")
         out.print(figures_grid(figures))
+    if note := band_note(outcome.memory):
+        low, high = outcome.requests_band
+        out.print(f"\nKV budget {note}: {low:,} to {high:,} requests")
     out.print(f"\na decode step is bound by {outcome.speed.step.bound}")
     out.print()
     out.print(rich_table(plan.by_context))

@@ -17,6 +17,7 @@ from kvledger.plan.cost import cost_per_million
 from kvledger.plan.explain import Basis
 from kvledger.plan.pool import RUNTIME_BYTES, PoolPlan, local_pool, weights_in_memory
 from kvledger.plan.profiles.base import Allocation, Band, Term, get_profile
+from kvledger.plan.profiles.vllm import storage_of
 from kvledger.plan.query import Query, check
 from kvledger.plan.timing import Speed, Timing, rank_weights, speed
 from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -26,6 +27,17 @@ from kvledger.spec.weights import WeightBytes
 from kvledger.units import format_bytes
 
 MOST_SEQS = 256  # requests timed together where neither the person nor the engine's default says
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """A pool with another number of blocks."""
+
+    pool: Blocks
+    num_blocks: int
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return self.pool.blocks_for(num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,17 @@ class Memory:
         return "assumed" if any(t.basis in ("assumed", "fitted") and t.size.mid for t in self.terms) else "derived"
 
     @property
+    def dominant(self) -> Term | None:
+        """The term whose uncertainty makes most of the band; None where everything is exact."""
+        widest = max(self.terms, key=lambda t: t.size.spread, default=None)
+        return widest if widest is not None and widest.size.spread else None
+
+    def pools_at(self, kv_bytes: int) -> tuple[Blocks, ...]:
+        """The pools as they would be with `kv_bytes` instead of the likeliest budget."""
+        share = kv_bytes / self.available.mid if self.available.mid else 1.0
+        return tuple(_Scaled(pool, int(pool.num_blocks * share)) for pool in self.pools)
+
+    @property
     def overhead_bytes(self) -> int:
         """What neither weights nor KV take."""
         return sum(t.size.mid for t in self.terms if t.name != "weights")
@@ -85,6 +108,14 @@ class Outcome:
         stages = [specs[r.start : r.stop] for r in pipeline_stages(query.model.num_layers, query.pp)]
         layouts = [KVLayout.of(stage, storage, size) for stage in stages if any(stage)]
         return max(layouts, key=lambda layout: layout.bytes_for(query.context))
+
+    @property
+    def requests_band(self) -> tuple[int, int]:
+        """Requests of all replicas at the least and the most KV memory that is likely."""
+        memory, query = self.memory, self.query
+        ends = (memory.pools_at(size) for size in (memory.available.low, memory.available.high))
+        low, high = (query.dp * requests_in(pools, query.context, query.prefix, query.hit_rate) for pools in ends)
+        return low, high
 
     @property
     def tokens_per_s(self) -> float:
@@ -224,6 +255,8 @@ def kv_dtype_of(query: Query) -> str:
     """The KV type meant: `auto` is kvledger's default here, the type of the activations elsewhere."""
     if is_local(query):
         return engine_config(query).cache.kv_dtype
+    if query.engine == "vllm":
+        return storage_of(query.model, query.kv_dtype).name
     return query.model.activation_dtype if query.kv_dtype == "auto" else query.kv_dtype
 
 

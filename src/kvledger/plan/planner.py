@@ -17,11 +17,11 @@ from kvledger.errors import ConfigError, DoesNotFit, UnknownName
 from kvledger.plan.bandwidth import step_figures, timed_figure
 from kvledger.plan.concurrency import pool_requests, request_cost
 from kvledger.plan.cost import cost_figure, price_input
-from kvledger.plan.explain import Basis, Figure, Input, derive, given
+from kvledger.plan.explain import Basis, Figure, Input, derive, dress, given
 from kvledger.plan.ledger import Cell, Table
 from kvledger.plan.levers import Lever, levers, rescue
 from kvledger.plan.memory import request_figure, token_figure
-from kvledger.plan.outcome import Outcome, evaluate, kv_dtype_of, longest
+from kvledger.plan.outcome import Memory, Outcome, evaluate, kv_dtype_of, longest
 from kvledger.plan.profiles.base import ENGINES, Term
 from kvledger.plan.query import Query
 from kvledger.plan.workload import Workload, requests_at_percentile
@@ -128,6 +128,7 @@ class Plan:
             "kv_tokens": memory.kv_tokens,
             "max_concurrency": round(memory.max_concurrency, 4),
             "requests_at_context": outcome.total_requests,
+            "requests_band": list(outcome.requests_band),
             "batch": speed.batch,
             "step_time_s": speed.step.seconds,
             "bound": speed.step.bound,
@@ -231,10 +232,16 @@ def _budget(outcome: Outcome, total: Figure, terms: Sequence[Figure]) -> Figure:
     left = memory.budget_bytes - sum(t.size.mid for t in memory.terms)
     if left != memory.available.mid:
         return given("kv_budget_bytes", memory.available.mid, "B", "; ".join(memory.reasons), "given", "KV budget")
-    band = ""
-    if memory.available.spread:
-        band = f"between {memory.available.low:,} and {memory.available.high:,} B"
-    return derive("kv_budget_bytes", "B", formula, *inputs, label="KV budget", note=band)
+    return derive("kv_budget_bytes", "B", formula, *inputs, label="KV budget", note=band_note(memory))
+
+
+def band_note(memory: Memory) -> str:
+    """How far the KV budget may be off, and which item is to blame; empty where it is exact."""
+    widest = memory.dominant
+    if widest is None:
+        return ""
+    low, high = dress(memory.available.low, "B"), dress(memory.available.high, "B")
+    return f"between {low} and {high}; {widest.name.replace('_', ' ')} makes most of that band"
 
 
 def request_figures(outcome: Outcome) -> tuple[Figure, ...]:
