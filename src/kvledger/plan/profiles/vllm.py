@@ -6,6 +6,7 @@ per block, the least over ranks; concurrency = blocks ÷ blocks of one request o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -231,7 +232,8 @@ def padding_reasons(groups: Sequence[BlockGroup]) -> list[str]:
     """How layers were grouped, and what of a block stays empty."""
     if len(groups) == 1:
         return []
-    kinds = ", ".join(f"{n} × {name}" for name, n in map(describe, groups))
+    alike = Counter(map(describe, groups))
+    kinds = ", ".join(f"{count} of {n} {name}" for (name, n), count in alike.items())
     largest = max(g.block_bytes for g in groups)
     used = sum(g.used_bytes for g in groups)
     lost = 100 * (1 - used / (largest * len(groups)))
