@@ -21,14 +21,16 @@ def byte_alphabet() -> dict[int, int]:
     return {byte: byte for byte in shown} | {256 + i: byte for i, byte in enumerate(hidden)}
 
 
-_TO_BYTES = {point: chr(byte) for point, byte in byte_alphabet().items()}
+_FOREIGN = "\uffff"  # no byte: makes the encoding below fail
+_TO_BYTES = dict.fromkeys(range(256), _FOREIGN) | {point: chr(byte) for point, byte in byte_alphabet().items()}
 
 
 def byte_level_piece(name: str) -> bytes:
     """Bytes of a byte-level token; a name with characters outside the alphabet stands for itself."""
-    if any(ord(c) not in _TO_BYTES for c in name):
+    try:
+        return name.translate(_TO_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
         return name.encode()
-    return name.translate(_TO_BYTES).encode("latin-1")
 
 
 def spaced_piece(name: str) -> bytes:

@@ -1,0 +1,139 @@
+"""Writes a GGUF file of random Q4_1 weights in the shape of a published model, to measure speed without a download.
+
+    python scripts/make_random_gguf.py llama-3.2-1b /tmp/llama-3.2-1b.gguf
+    python scripts/make_random_gguf.py qwen3-0.6b /tmp/qwen3-0.6b.gguf
+
+Shapes and rope are those of the models' config.json; matrices are Q4_1, the embedding Q8_0, norms 1. The tokenizer
+knows single bytes and placeholders, so any prompt works and every answer is nonsense.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+
+from kvledger.text.pieces import byte_alphabet
+from kvledger.weights.ggml_types import GGML_TYPES
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder with tied embedding."""
+
+    arch: str
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    rope_base: float
+    qk_norm: bool = False
+    llama3_rope: bool = False
+
+
+SHAPES = {
+    # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
+    "llama-3.2-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, llama3_rope=True),
+    # https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json
+    "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1000000.0, qk_norm=True),
+}
+
+
+def random_blocks(rng: np.random.Generator, kind: str, rows: int, cols: int) -> np.ndarray:
+    """uint8[rows, bytes of a row]: random levels under scales that keep the variance of what passes through."""
+    blocks, size = rows * cols // 32, GGML_TYPES[kind].block_bytes
+    data = rng.integers(0, 256, (blocks, size), dtype=np.uint8)
+    spread = {"Q4_1": np.sqrt((16**2 - 1) / 12), "Q8_0": np.sqrt((256**2 - 1) / 12)}[kind]
+    scale = np.full((blocks, 1), cols**-0.5 / spread, np.float16)
+    data[:, :2] = scale.view(np.uint8)
+    if kind == "Q4_1":
+        data[:, 2:4] = (scale * np.float16(-7.5)).view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def write_metadata(writer: GGUFWriter, name: str, shape: Shape) -> None:
+    writer.add_name(f"{name}, random weights")
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(1e-5 if shape.arch == "llama" else 1e-6)
+    writer.add_vocab_size(shape.vocab)
+
+
+def write_tokenizer(writer: GGUFWriter, vocab: int) -> None:
+    letters = [*(chr(point) for point in byte_alphabet()), "Ġt"]
+    placeholders = [f"<|{i}|>" for i in range(len(letters), vocab - 1)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*letters, *placeholders, "<|endoftext|>"])
+    writer.add_token_types([1] * len(letters) + [5] * len(placeholders) + [3])
+    writer.add_token_merges(["Ġ t"])
+    writer.add_eos_token_id(vocab - 1)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+
+
+def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Name within a layer → (rows, columns)."""
+    query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return {
+        "attn_q": (query, shape.hidden), "attn_k": (kv, shape.hidden), "attn_v": (kv, shape.hidden),
+        "attn_output": (shape.hidden, query), "ffn_gate": (shape.inner, shape.hidden),
+        "ffn_up": (shape.inner, shape.hidden), "ffn_down": (shape.hidden, shape.inner),
+    }  # fmt: skip
+
+
+def rope_factors(shape: Shape) -> np.ndarray:
+    """Llama 3.2's: factor 32, bands 1 and 4, 8,192 trained positions."""
+    wavelength = 2 * np.pi * shape.rope_base ** (np.arange(0, shape.head_dim, 2) / shape.head_dim)
+    kept = np.clip((8192 / wavelength - 1) / 3, 0, 1)
+    return (1 / ((1 - kept) / 32 + kept)).astype(np.float32)
+
+
+def write(name: str, path: Path) -> None:
+    shape, rng = SHAPES[name], np.random.default_rng(0)
+    writer = GGUFWriter(path, shape.arch, use_temp_file=True)
+    write_metadata(writer, name, shape)
+    write_tokenizer(writer, shape.vocab)
+
+    def quantised(tensor: str, kind: str, rows: int, cols: int) -> None:
+        writer.add_tensor(tensor, random_blocks(rng, kind, rows, cols), raw_dtype=GGMLQuantizationType[kind])
+
+    def ones(tensor: str, count: int) -> None:
+        writer.add_tensor(tensor, np.ones(count, np.float32))
+
+    quantised("token_embd.weight", "Q8_0", shape.vocab, shape.hidden)
+    ones("output_norm.weight", shape.hidden)
+    if shape.llama3_rope:
+        writer.add_tensor("rope_freqs.weight", rope_factors(shape))
+    for i in range(shape.layers):
+        ones(f"blk.{i}.attn_norm.weight", shape.hidden)
+        ones(f"blk.{i}.ffn_norm.weight", shape.hidden)
+        if shape.qk_norm:
+            ones(f"blk.{i}.attn_q_norm.weight", shape.head_dim)
+            ones(f"blk.{i}.attn_k_norm.weight", shape.head_dim)
+        for part, (rows, cols) in matrices(shape).items():
+            quantised(f"blk.{i}.{part}.weight", "Q4_1", rows, cols)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=SHAPES)
+    parser.add_argument("path", type=Path)
+    arguments = parser.parse_args()
+    write(arguments.model, arguments.path)
