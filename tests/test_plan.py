@@ -16,6 +16,7 @@ from kvledger.plan.levers import changes
 from kvledger.plan.outcome import engine_config, longest
 from kvledger.plan.planner import make_query, plan
 from kvledger.plan.pool import auto_budget, local_pool
+from kvledger.plan.timing import compute_dtype
 from kvledger.plan.workload import find_workload
 
 KEYS = {
@@ -115,6 +116,33 @@ def test_latents_are_replicated_under_tp_and_split_by_stages():
     assert eight["kv_bytes_per_token_per_device"].value == whole == 61 * 576 * 2
     staged = plan("deepseek-v3", "h200", tp=8, pp=2)
     assert staged["kv_bytes_per_token_per_device"].value == 31 * 576 * 2  # the fuller stage
+
+
+def test_dp_attention_splits_requests_and_keeps_attention_whole():
+    plain, split = (plan("deepseek-v3", "h200", tp=8, dp_attention=on) for on in (False, True))
+    more = split.outcome.memory.weights_bytes - plain.outcome.memory.weights_bytes
+    attention = sum(
+        w.params for x in model("deepseek-v3").layers for w in x.weights if w.part == "attention" and w.split
+    )
+    assert more == pytest.approx(attention * 7 / 8, rel=0.01)  # fp8: a byte per weight, seven eighths of them again
+    assert split.outcome.total_requests == split["requests_per_pool"].value * 8
+    assert split.outcome.total_requests > 5 * plain.outcome.total_requests
+    step = split.outcome.timing.decode(80, 8192)
+    assert step.kv_bytes == pytest.approx(plain.outcome.timing.decode(80, 8192).kv_bytes / 8)
+    with pytest.raises(ConfigError, match="KV heads"):
+        plan("qwen3-8b", "h200", tp=8, dp_attention=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme", "kind"),
+    [
+        ("h100-sxm", "bf16", "bf16"), ("h100-sxm", "fp8_block", "fp8"), ("a100", "fp8", "bf16"), ("v100", "bf16", "fp16"),
+        ("h100-sxm", "awq", "bf16"), ("h100-sxm", "mxfp4", "bf16"), ("b200", "mxfp4", "fp8"), ("b200", "nvfp4", "fp4"),
+        ("epyc-9755", "q4_k_m", "int8"), ("m2-ultra", "q4_k_m", "bf16"), ("h100-sxm", "int8", "int8"),
+    ],
+)  # fmt: skip
+def test_number_type_of_arithmetic(device, scheme, kind):
+    assert compute_dtype(find_device(device), scheme) == kind
 
 
 def test_heads_are_replicated_once_tp_passes_them():

@@ -67,6 +67,12 @@ def test_plan_page(run, tmp_path):
     assert page.count("<details>") > 20
 
 
+def test_engines_side_by_side(run):
+    code, out, _ = run("plan", "llama-3.1-8b", "--device", "h100-sxm", "--compare")
+    assert code == 0
+    assert all(engine in out for engine in ("vllm", "sglang", "llama.cpp", "tensorrt-llm"))
+
+
 def test_find_in_words_json_and_page(run, tmp_path):
     args = (
         "plan",

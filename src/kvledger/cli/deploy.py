@@ -19,6 +19,7 @@ def deploy(
     tp: o.Tp = 1,
     pp: o.Pp = 1,
     dp: o.Dp = 1,
+    dp_attention: o.DpAttention = False,
     context: o.Context = None,
     output: o.Output = None,
     prefix: o.Prefix = "0",
@@ -41,7 +42,8 @@ def deploy(
     from kvledger.plan.planner import answer
 
     query = o.query_of(
-        model, device, tp=tp, pp=pp, dp=dp, context=context, output=output, prefix=prefix, batch=batch,
+        model, device, tp=tp, pp=pp, dp=dp, dp_attention=dp_attention, context=context, output=output,
+        prefix=prefix, batch=batch,
         kv_dtype=kv_dtype, weights=weights, engine=engine, engine_version=engine_version, block_size=block_size,
         memory_fraction=memory_fraction, kv_memory_bytes=kv_memory, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

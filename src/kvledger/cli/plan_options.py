@@ -36,6 +36,7 @@ MaxTokens = Annotated[str | None, typer.Option("--max-num-batched-tokens", help=
 Efficiency = Annotated[float, typer.Option("--efficiency", help="Share of peaks reached; 1 gives floors.")]
 Price = Annotated[float | None, typer.Option("--price", help="Dollars per device and hour.")]
 LongContext = Annotated[bool, typer.Option("--allow-long-context", help="Count a context beyond the model's own.")]
+DpAttention = Annotated[bool, typer.Option("--dp-attention", help="TP ranks keep latents of different requests.")]
 AsLesson = Annotated[bool, typer.Option("--as-lesson", help="Count as the lesson does: GB ÷ GiB, n + m forwards.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Formula, inputs, substitution and source of every figure.")]

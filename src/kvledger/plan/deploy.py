@@ -31,9 +31,10 @@ def _vllm(outcome: Outcome, model: str) -> tuple[str, list[Pair]]:
     query = outcome.query
     changed = query.weights if query.weights and query.weights != query.model.dtype else None
     return f"vllm serve {shlex.quote(model)}", [
-        ("--tensor-parallel-size", query.tp),
+        ("--tensor-parallel-size", 1 if query.dp_attention else query.tp),
         ("--pipeline-parallel-size", query.pp if query.pp > 1 else None),
-        ("--data-parallel-size", query.dp if query.dp > 1 else None),
+        ("--data-parallel-size", query.dp * query.ranks if query.dp * query.ranks > 1 else None),
+        ("--enable-expert-parallel" if query.dp_attention else "", "" if query.dp_attention else None),
         ("--max-model-len", query.context),
         ("--gpu-memory-utilization", _fraction(outcome)),
         ("--kv-cache-dtype", _named(_VLLM_KV, query.kv_dtype)),
@@ -50,7 +51,8 @@ def _sglang(outcome: Outcome, model: str) -> tuple[str, list[Pair]]:
     return f"python -m sglang.launch_server --model-path {shlex.quote(model)}", [
         ("--tp-size", query.tp),
         ("--pp-size", query.pp if query.pp > 1 else None),
-        ("--dp-size", query.dp if query.dp > 1 else None),
+        ("--dp-size", query.dp * query.ranks if query.dp * query.ranks > 1 else None),
+        ("--enable-dp-attention" if query.dp_attention else "", "" if query.dp_attention else None),
         ("--context-length", query.context),
         ("--mem-fraction-static", _fraction(outcome)),
         ("--kv-cache-dtype", _named(_SGLANG_KV, query.kv_dtype)),

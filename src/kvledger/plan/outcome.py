@@ -18,7 +18,7 @@ from kvledger.plan.explain import Basis
 from kvledger.plan.pool import RUNTIME_BYTES, PoolPlan, local_pool, weights_in_memory
 from kvledger.plan.profiles.base import Allocation, Band, Term, get_profile
 from kvledger.plan.profiles.vllm import storage_of
-from kvledger.plan.query import Query, check
+from kvledger.plan.query import Query, check, unsplit_attention
 from kvledger.plan.timing import Speed, Timing, rank_weights, speed
 from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
 from kvledger.spec.kv import KVLayout, KVStorage
@@ -88,7 +88,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A query answered. `requests` and `speed` are one replica's."""
+    """A query answered. `requests` and `speed` are one replica's, all its ranks together."""
 
     query: Query
     memory: Memory
@@ -114,8 +114,8 @@ class Outcome:
         """Requests of all replicas at the least and the most KV memory that is likely."""
         memory, query = self.memory, self.query
         ends = (memory.pools_at(size) for size in (memory.available.low, memory.available.high))
-        low, high = (query.dp * requests_in(pools, query.context, query.prefix, query.hit_rate) for pools in ends)
-        return low, high
+        low, high = (requests_in(pools, query.context, query.prefix, query.hit_rate) for pools in ends)
+        return query.dp * query.ranks * low, query.dp * query.ranks * high
 
     @property
     def tokens_per_s(self) -> float:
@@ -151,7 +151,8 @@ def memory_of(query: Query) -> Memory:
     if is_local(query):
         return _local_memory(query)
     profile = get_profile(query.engine, query.engine_version)
-    return _of_allocation(profile.allocate(query.model, query.device, query.setup()), query)
+    model = unsplit_attention(query.model) if query.dp_attention else query.model
+    return _of_allocation(profile.allocate(model, query.device, query.setup()), query)
 
 
 def _of_allocation(found: Allocation, query: Query) -> Memory:
@@ -232,11 +233,11 @@ def evaluate(query: Query, memory: Memory | None = None, timing: Timing | None =
     """
     warnings = check(query)
     memory = memory or memory_of(query)
-    requests = requests_in(memory.pools, query.context, query.prefix, query.hit_rate)
+    requests = query.ranks * requests_in(memory.pools, query.context, query.prefix, query.hit_rate)
     if requests < 1:
         raise too_long(query, memory)
     timing = timing or timing_of(query)
-    batch = query.batch or min(requests, memory.max_num_seqs)
+    batch = query.batch or min(requests, query.ranks * memory.max_num_seqs)
     if batch > requests:
         warnings += (f"a batch of {batch:,} does not fit: {requests:,} requests of {query.context:,} tokens do",)
     return Outcome(
@@ -247,8 +248,11 @@ def evaluate(query: Query, memory: Memory | None = None, timing: Timing | None =
 def timing_of(query: Query, layout: KVLayout | None = None, weights: WeightBytes | None = None) -> Timing:
     """Step times of one replica of `query`; `layout` and `weights` of a TP rank where the caller has them already."""
     layout = layout or query.model.kv_layout(kv_dtype_of(query), 16, query.tp)
-    weights = weights or rank_weights(query.model, query.scheme, query.tp)
-    return Timing(query.model, query.device, layout, weights, query.scheme, query.tp, query.pp, query.efficiency)
+    model = unsplit_attention(query.model) if query.dp_attention else query.model
+    weights = weights or rank_weights(model, query.scheme, query.tp)
+    return Timing(
+        query.model, query.device, layout, weights, query.scheme, query.tp, query.pp, query.efficiency, query.ranks
+    )
 
 
 def kv_dtype_of(query: Query) -> str:

@@ -77,9 +77,7 @@ class Plan:
             prefix = min(query.prefix, context // 2)
             row = pool_requests(pools, context, prefix, query.hit_rate, self.outcome.memory.basis)
             rows.append((f"{context:,}", request_figure(self.outcome.rank_layout, context), row))
-        return Table(
-            "requests by context, one replica", ("context", "KV per request and device", "requests"), tuple(rows)
-        )
+        return Table("requests by context, one pool", ("context", "KV per request and device", "requests"), tuple(rows))
 
     def __getitem__(self, name: str) -> Figure:
         for figure in self.figures:
@@ -252,13 +250,14 @@ def request_figures(outcome: Outcome) -> tuple[Figure, ...]:
     most = given("max_concurrency", round(memory.max_concurrency, 4), "", source, basis, label)
     one = pool_requests(memory.pools, query.context, query.prefix, query.hit_rate, basis, "requests_at_context")
     requests: tuple[Figure, ...] = (one,)
-    if query.dp > 1:
-        one = replace(one, name="requests_per_replica", label=f"{one.title}, per replica")
-        label = f"requests at {query.context:,} tokens, {query.dp} replicas"
-        every = derive(
-            "requests_at_context", "requests", "dp × n", Input("dp", query.dp), one.as_input("n"), label=label
+    if query.dp * query.ranks > 1:
+        one = replace(one, name="requests_per_pool", label=f"{one.title}, one pool")
+        label = f"requests at {query.context:,} tokens, {query.dp * query.ranks} pools"
+        pools = (Input("dp", query.dp, "", "replicas"), Input("r", query.ranks, "", "ranks with KV of their own"))
+        requests = (
+            one,
+            derive("requests_at_context", "requests", "dp × r × n", *pools, one.as_input("n"), label=label),
         )
-        requests = (one, every)
     span = given("longest_request", longest(memory.pools), "tokens", "search over the pool's blocks", basis)
     per_request = request_figure(outcome.rank_layout, query.context, "kv_bytes_per_request")
     return (tokens, most, *requests, per_request, *request_cost(memory.pools[0], memory.block_bytes), span)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvledger.errors import ConfigError
 from kvledger.plan.profiles.base import Setup
@@ -44,6 +44,7 @@ class Query:
     efficiency: float = 1.0
     price_per_hour: float | None = None
     allow_long_context: bool = False
+    dp_attention: bool = False  # TP ranks keep whole caches of different requests (DeepSeek-V3 deployments)
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "context", "output"):
@@ -62,6 +63,11 @@ class Query:
     def num_devices(self) -> int:
         """Devices of all replicas."""
         return self.tp * self.pp * self.dp
+
+    @property
+    def ranks(self) -> int:
+        """Pools of one replica that hold different requests."""
+        return self.tp if self.dp_attention else 1
 
     @property
     def scheme(self) -> str:
@@ -85,6 +91,8 @@ class Query:
 def check(query: Query) -> tuple[str, ...]:
     """Warnings about a query that can be answered. Raises ConfigError for one that cannot."""
     check_split(query.model, query.tp, query.pp)
+    if query.dp_attention:
+        check_dp_attention(query.model)
     if query.engine == "kvledger" and query.device.kind != "cpu":
         raise ConfigError(f"kvledger computes on CPUs, not on {query.device.name}; use --engine vllm or --device local")
     if query.output >= query.context:
@@ -93,6 +101,23 @@ def check(query: Query) -> tuple[str, ...]:
         room = query.context - query.output
         raise ConfigError(f"a prefix of {query.prefix:,} tokens is longer than the prompt of {room:,}")
     return check_context(query)
+
+
+def check_dp_attention(model: ModelSpec) -> None:
+    """Raises ConfigError for a model whose KV heads TP could split instead."""
+    if any(isinstance(x.cache, FullKV) for x in model.layers):
+        raise ConfigError(
+            f"DP attention is for latent caches, which TP replicates; {model.name} has KV heads: use TP or DP"
+        )
+
+
+def unsplit_attention(model: ModelSpec) -> ModelSpec:
+    """`model` with attention weights whole on every rank, as DP attention keeps them."""
+    layers = tuple(
+        replace(x, weights=tuple(replace(w, split="") if w.part == "attention" else w for w in x.weights))
+        for x in model.layers
+    )
+    return replace(model, layers=layers)
 
 
 def check_split(model: ModelSpec, tp: int, pp: int) -> None:

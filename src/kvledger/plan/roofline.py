@@ -74,6 +74,7 @@ class Roofline:
     bandwidth_efficiency: float = 1.0
     overhead_s: float = 0.0
     weight_parts: Mapping[Part, int] | None = None
+    kv_share: float = 1.0  # of the sequences of a step, those whose KV this device keeps
 
     def cost(self, shape: StepShape, repeat: int = 1) -> StepCost:
         """What the step costs when it holds `shape` `repeat` times (a batch of equals is priced as one of them).
@@ -81,7 +82,7 @@ class Roofline:
         Raises UnknownName when the device has no peak for `compute_dtype`.
         """
         flops, weights = repeat * self.flops(shape), self.weights_read(shape, repeat)
-        kv = float(repeat * sum(self._kv_traffic(work) for work in shape))
+        kv = self.kv_share * repeat * sum(self._kv_traffic(work) for work in shape)
         compute_s = flops / (self._peak * self.compute_efficiency)
         memory_s = (weights + kv) / (self.device.bandwidth_bytes_per_s * self.bandwidth_efficiency)
         seconds = max(compute_s, memory_s) + self.overhead_s if shape else 0.0

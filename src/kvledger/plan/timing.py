@@ -22,8 +22,9 @@ from kvledger.units import cdiv
 ACTIVATION_BYTES = 2  # activations travel between ranks in 16 bits
 # number types that can multiply weights of a scheme, best first; a device uses the first that it has
 _COMPUTE = {
-    "fp8": ("fp8", "bf16", "fp16"), "int8": ("int8", "bf16", "fp16"), "w8a8": ("int8", "bf16", "fp16"),
-    "nvfp4": ("fp4", "fp8", "bf16", "fp16"), "fp32": ("fp32",), "fp16": ("fp16", "bf16", "fp32"),
+    "fp8": ("fp8", "bf16", "fp16"), "fp8_block": ("fp8", "bf16", "fp16"), "fp8_channel": ("fp8", "bf16", "fp16"),
+    "mxfp8": ("fp8", "bf16", "fp16"), "int8": ("int8", "bf16", "fp16"), "nvfp4": ("fp4", "bf16", "fp16"),
+    "fp32": ("fp32",), "fp16": ("fp16", "bf16", "fp32"),
 }  # fmt: skip
 _USUAL = ("bf16", "fp16", "fp32")
 
@@ -31,16 +32,18 @@ _USUAL = ("bf16", "fp16", "fp32")
 def compute_dtype(device: DeviceSpec, scheme: str) -> str:
     """The number type in which `device` multiplies weights stored as `scheme`: weight-only types compute in 16 bits.
 
-    A CPU with an int8 peak multiplies GGUF's quantised types in int8. Raises ConfigError where the device has none.
+    A CPU with an int8 peak multiplies quantised types in int8; a device with fp4 units takes mxfp4 weights with fp8
+    activations. Raises ConfigError where the device has none.
     """
     prefer = _COMPUTE.get(scheme, _USUAL)
-    if device.kind == "cpu" and scheme not in ("bf16", "fp16", "fp32"):
+    if device.kind == "cpu" and scheme not in _USUAL:
         prefer = ("int8", *prefer)
+    if scheme == "mxfp4" and "fp4" in device.peak_flops:
+        prefer = ("fp8", *prefer)
     found = next((t for t in prefer if t in device.peak_flops), None)
     if found is None:
-        raise ConfigError(
-            f"{device.name} states no peak for {' or '.join(prefer)}; it has {', '.join(device.peak_flops)}"
-        )
+        has = ", ".join(device.peak_flops)
+        raise ConfigError(f"{device.name} states no peak for {' or '.join(prefer)}; it has {has}")
     return found
 
 
@@ -61,6 +64,7 @@ class Timing:
     tp: int = 1
     pp: int = 1
     efficiency: float = 1.0  # share of peak and of bandwidth that is reached; 1 gives floors
+    ranks: int = 1  # TP ranks that keep the KV of different requests (DP attention)
 
     def __post_init__(self) -> None:
         if self.tp * self.pp > 1 and not self.device.link_bytes_per_s:
@@ -76,7 +80,7 @@ class Timing:
         kind = compute_dtype(self.device, self.scheme)
         return Roofline(
             self.model, group, self.layout, self.weights.total, kind, self.efficiency, self.efficiency,
-            weight_parts=self.weights.parts or None,
+            weight_parts=self.weights.parts or None, kv_share=1 / self.ranks,
         )  # fmt: skip
 
     @property
