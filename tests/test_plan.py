@@ -136,7 +136,8 @@ def test_dp_attention_splits_requests_and_keeps_attention_whole():
 @pytest.mark.parametrize(
     ("device", "scheme", "kind"),
     [
-        ("h100-sxm", "bf16", "bf16"), ("h100-sxm", "fp8_block", "fp8"), ("a100", "fp8", "bf16"), ("v100", "bf16", "fp16"),
+        ("h100-sxm", "bf16", "bf16"), ("h100-sxm", "fp8_block", "fp8"), ("a100", "fp8", "bf16"),
+        ("v100", "bf16", "fp16"),
         ("h100-sxm", "awq", "bf16"), ("h100-sxm", "mxfp4", "bf16"), ("b200", "mxfp4", "fp8"), ("b200", "nvfp4", "fp4"),
         ("epyc-9755", "q4_k_m", "int8"), ("m2-ultra", "q4_k_m", "bf16"), ("h100-sxm", "int8", "int8"),
     ],

@@ -59,11 +59,11 @@ def plan(
         _find(model, target or "", find, devices, engine or "vllm", as_json, html)
         return
     query = o.query_of(
-        model, device, tp=tp, pp=pp, dp=dp, dp_attention=dp_attention, context=context, output=output,
-        prefix=prefix, hit_rate=hit_rate, batch=batch, kv_dtype=kv_dtype, weights=weights, engine=engine, engine_version=engine_version,
-        block_size=block_size, memory_fraction=memory_fraction, kv_memory_bytes=kv_memory, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, efficiency=efficiency, price_per_hour=price,
-        allow_long_context=allow_long_context or as_lesson,
+        model, device, tp=tp, pp=pp, dp=dp, dp_attention=dp_attention, context=context, output=output, prefix=prefix,
+        hit_rate=hit_rate, batch=batch, kv_dtype=kv_dtype, weights=weights, engine=engine,
+        engine_version=engine_version, block_size=block_size, memory_fraction=memory_fraction,
+        kv_memory_bytes=kv_memory, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        efficiency=efficiency, price_per_hour=price, allow_long_context=allow_long_context or as_lesson,
     )  # fmt: skip
     if compare:
         _compare(query, as_json)
