@@ -19,6 +19,7 @@ from kvledger.exec.sampler import sample_rows, score
 from kvledger.kernels import attention as att
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
+from kvledger.kernels.isa import ISA
 from kvledger.kernels.team import Team
 from kvledger.model.decoder import HEAD_ROWS, MAX_ROWS, build
 from kvledger.model.registry import read_decoder
@@ -29,7 +30,7 @@ from kvledger.spec.model import ModelSpec
 from kvledger.weights.open import WeightsFile, open_weights
 
 Array = np.ndarray[Any, Any]
-MODES = {"auto": "int12", "int8": "int8", "int8x2": "int8x2"}
+MODES = {"auto": "bf16" if ISA.amx else "int12", "int8": "int8", "int8x2": "int8x2"}
 _PAD_BYTES = 1 << 16  # kernels may read, never write, a little past the last page
 
 

@@ -14,11 +14,14 @@ from kvledger.kernels.matmul import (
     MAX_LEVEL,
     NUM_THREADS,
     ROWS,
+    SCALES_BYTES,
     TERM_BITS,
+    X_BYTES,
     Activations,
     PackedMatrix,
     group_bytes,
 )  # fmt: skip
+from kvledger.kernels.matmul_amx import store_activations
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
 
@@ -34,8 +37,16 @@ def rows_chunk(ctx: int) -> int:
 
 
 @inline
-def quantise_group(v0, v1, values, scale_at, sum_at, shift, level):  # type: ignore[no-untyped-def]
-    """Two vectors, 32 activations → 32 high and 32 low terms at `values`, their scale, and scale × sum."""
+def quantise_group(v0, v1, values, scales, row, group, groups, shift, level):  # type: ignore[no-untyped-def]
+    """Two vectors, 32 activations of a row's group → their terms in `values`, their scale and sum in `scales`.
+
+    `shift` below 0: bfloat16, as `matmul_amx` reads it, and no scales.
+    """
+    values += ((row // 16 * groups + group) * 16 + row % 16) * X_BYTES
+    if shift < 0:
+        store_activations(v0, v1, values)
+        return
+    scales += (row // 16 * groups + group) * SCALES_BYTES + row % 16 * 4
     largest = simd.reduce_max(simd.maximum(simd.absolute(v0), simd.absolute(v1)))
     scale = largest / level
     inverse = simd.splat(level / largest if largest > np.float32(0) else np.float32(0))
@@ -46,8 +57,8 @@ def quantise_group(v0, v1, values, scale_at, sum_at, shift, level):  # type: ign
     simd.store_i8(values + 16, h1)
     simd.store_i8(values + 32, simd.sub_i32(q0, simd.shl_i32(h0, bits)))
     simd.store_i8(values + 48, simd.sub_i32(q1, simd.shl_i32(h1, bits)))
-    simd.put_f32(scale_at, scale)
-    simd.put_f32(sum_at, scale * np.float32(simd.reduce_add_i32(simd.add_i32(q0, q1))))
+    simd.put_f32(scales, scale)
+    simd.put_f32(scales + 64, scale * np.float32(simd.reduce_add_i32(simd.add_i32(q0, q1))))
 
 
 @inline
@@ -61,11 +72,11 @@ def inverse_rms(x, dim, eps):  # type: ignore[no-untyped-def]
 
 
 def _norm_quantise(op: int, ctx: int, thread: int) -> None:
-    """Arguments: x, weight (0: no norm), values, scales, sums, dim, eps, shift, level, row index (0: all rows)."""
+    """Arguments: x, weight (0: no norm), values, scales, dim, eps, shift, level."""
     x, weight = simd.get_i64(op + 8), simd.get_i64(op + 16)
-    values, scales, sums = simd.get_i64(op + 24), simd.get_i64(op + 32), simd.get_i64(op + 40)
-    dim, eps = simd.get_i64(op + 48), simd.as_f32(simd.get_i64(op + 56))
-    shift, level = simd.get_i64(op + 64), np.float32(simd.get_i64(op + 72))
+    values, scales = simd.get_i64(op + 24), simd.get_i64(op + 32)
+    dim, eps = simd.get_i64(op + 40), simd.as_f32(simd.get_i64(op + 48))
+    shift, level = simd.get_i64(op + 56), np.float32(simd.get_i64(op + 64))
     groups = dim // 32
     rows, chunk = simd.get_i64(ctx), rows_chunk(ctx)
     while True:
@@ -82,8 +93,7 @@ def _norm_quantise(op: int, ctx: int, thread: int) -> None:
                 if weight != 0:
                     v0 = simd.mul(simd.mul(v0, factor), simd.load_f32(weight + g * 128))
                     v1 = simd.mul(simd.mul(v1, factor), simd.load_f32(weight + g * 128 + 64))
-                at = row * groups + g
-                quantise_group(v0, v1, values + at * 64, scales + at * 4, sums + at * 4, shift, level)
+                quantise_group(v0, v1, values, scales, row, g, groups, shift, level)
 
 
 @inline
@@ -110,11 +120,11 @@ def gelu(x):  # type: ignore[no-untyped-def]
 
 
 def _gate_quantise(op: int, ctx: int, thread: int) -> None:
-    """Arguments: gate and up (rows of gate, then up), values, scales, sums, dim, shift, level, 0 silu or 1 gelu."""
+    """Arguments: gate and up (rows of gate, then up), values, scales, dim, shift, level, 0 silu or 1 gelu."""
     x = simd.get_i64(op + 8)
-    values, scales, sums = simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
-    dim, shift, level = simd.get_i64(op + 40), simd.get_i64(op + 48), np.float32(simd.get_i64(op + 56))
-    kind = simd.get_i64(op + 64)
+    values, scales = simd.get_i64(op + 16), simd.get_i64(op + 24)
+    dim, shift, level = simd.get_i64(op + 32), simd.get_i64(op + 40), np.float32(simd.get_i64(op + 48))
+    kind = simd.get_i64(op + 56)
     groups = dim // 32
     total = simd.get_i64(ctx) * groups
     chunk = max(4, total // (8 * simd.get_i64(ctx + 8 * NUM_THREADS)))
@@ -131,7 +141,7 @@ def _gate_quantise(op: int, ctx: int, thread: int) -> None:
                 g0, g1 = gelu(g0), gelu(g1)
             up = gate + dim * 4
             v0, v1 = simd.mul(g0, simd.load_f32(up)), simd.mul(g1, simd.load_f32(up + 64))
-            quantise_group(v0, v1, values + at * 64, scales + at * 4, sums + at * 4, shift, level)
+            quantise_group(v0, v1, values, scales, at // groups, at % groups, groups, shift, level)
 
 
 def _embed(op: int, ctx: int, thread: int) -> None:
@@ -170,7 +180,7 @@ EMBED = Kernel("embed", _embed)
 
 
 def _into(out: Activations) -> list[int]:
-    return [out.values.ctypes.data, out.scales.ctypes.data, out.sums.ctypes.data]
+    return [out.values.ctypes.data, out.scales.ctypes.data]
 
 
 def _levels(mode: str) -> list[int]:

@@ -23,7 +23,7 @@ _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA, _SYS_ARCH_PRCTL = 0x1023, 18, 158  # 
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A path. `vnni`: u8 × s8 dot products; `bf16`: bf16 dot products; `amx`: tile products of both."""
+    """A path. `vnni`: u8 × s8 dot products; `bf16`: bf16 dot products; `amx`: tiles of them."""
 
     name: str
     vnni: bool = False
@@ -43,7 +43,7 @@ def available() -> dict[str, Isa]:
     wide = {"avx512f", "avx512bw", "avx512vl", "avx512vnni"} <= has
     bf16 = "avx512bf16" in has
     found = []
-    if wide and bf16 and {"amx-tile", "amx-int8", "amx-bf16"} <= has and _amx_permitted():
+    if wide and bf16 and {"amx-tile", "amx-bf16", "avx512fp16"} <= has and _amx_permitted():
         found.append(Isa("amx", vnni=True, bf16=True, amx=True))
     if wide:
         found.append(Isa("avx512", vnni=True, bf16=bf16))

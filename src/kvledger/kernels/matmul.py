@@ -1,12 +1,11 @@
 """y = x Wᵀ with quantised weights: 4 or 8 bits with a scale and a minimum per 32, activations as 8, 12 or 15 bits.
 
 Weights lie in tiles of 16 outputs; per group of 32 inputs a tile holds its bytes ready for the dot product, then 16
-scales and 16 minima. Activations lie in groups of 64 bytes: 32 high terms, then 32 low ones, with x = scale ·
-(high · 2^shift + low). A group's dot product is an exact integer however it is computed, and groups are added in
-ascending order in float32; so every path here (rows one by one, eight together, AMX tiles) gives the same bits, and
-the number of rows decides only which one is fastest. Attention, models and files are unknown here.
-
-Verdicts (2-core Emerald Rapids): AMX from 5 rows on; below, VNNI reads the weights at the memory's speed.
+scales and 16 minima. Activations lie by blocks of 16 rows, as [block][group][row][64 bytes]: 32 high terms, then 32
+low ones, with x = scale · (high · 2^shift + low); scales, and scale × Σ, as [block][group][scales, sums][row]. A
+group's dot product is an exact integer, and groups are added in ascending order in float32, so the number of rows
+cannot change a bit of any of them. The AMX path, which computes otherwise, is in `matmul_amx.py`. Attention, models
+and files are unknown here.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import numpy as np
 from numba.core import types
 
 from kvledger.kernels import simd
-from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel
 from kvledger.kernels.simd import F32, I32, VF32, VI32, Emit, Val, emitted
 from kvledger.kernels.team import next_item
@@ -27,8 +25,11 @@ from kvledger.kernels.team import next_item
 GROUP = 32  # inputs that share a scale
 TILE = 16  # outputs computed together
 X_BYTES = 64  # of a group of activations: 32 high terms, 32 low terms
-TERM_BITS = {"int8": 0, "int12": 4, "int8x2": 7}  # bits of the low term
-MAX_LEVEL = {0: 127, 4: 127 * 16 + 7, 7: 127 * 128 + 63}  # largest integer activation by bits of the low term
+SCALES_BYTES = 128  # of a group of 16 rows: their scales, then their sums
+PREFETCH_BYTES = 2048  # how far ahead weights are asked for: the hardware stops at every 4 KiB
+LARGE_BYTES = 2 << 20  # a large page on x86 and most ARM
+TERM_BITS = {"int8": 0, "int12": 4, "int8x2": 7, "bf16": -1}  # bits of the low term; bf16: not integers
+MAX_LEVEL = {0: 127, 4: 127 * 16 + 7, 7: 127 * 128 + 63, -1: 0}  # largest integer activation by bits of the low term
 
 # ctx words that every kernel may read
 ROWS, SCRATCH, SCRATCH_BYTES, NUM_THREADS = 0, 1, 2, 3
@@ -60,14 +61,13 @@ class PackedMatrix:
     def num_groups(self) -> int:
         return self.cols // GROUP
 
-    @property
-    def kernel(self) -> str:
-        return f"q{self.bits}{'f' if self.wide else ''}"
-
 
 def aligned_empty(num_bytes: int) -> np.ndarray:
-    """uint8[num_bytes] at a multiple of 64; pages are committed when first written."""
-    buffer = np.empty(num_bytes + 64, np.uint8)
+    """uint8[num_bytes] of zeros at a multiple of 64; pages are committed when first written.
+
+    Zeros, because a masked place of a KV block is still multiplied (by 0): stale numbers are harmless, NaN is not.
+    """
+    buffer = np.zeros(num_bytes + 64, np.uint8)
     start = -buffer.ctypes.data % 64
     return buffer[start : start + num_bytes]
 
@@ -134,32 +134,31 @@ def _finish(e: Emit, sums: list[Any], y: Val, ldy: Val, add: Val) -> None:
                 e.store(total.get(), where)
 
 
-def _scaled(e: Emit, total: Any, dot: Val, d: Val, m: Val, xs: Val, xm: Val) -> None:
-    """total += dot · d · xs + m · xm: one group's share, the same two roundings on every path."""
-    partial = e.fma(e.to_f32(dot), d * xs, total.get())
-    total.set(e.fma(m, xm, partial))
+def _scaled(e: Emit, total: Any, dot: Val, d: Val, m: Val, xs: Val, row: int) -> None:
+    """total += dot · (d · scale) + m · sum: one group's share, the same roundings on every path."""
+    scale, x_sum = e.load_splat(F32, xs, row * 4), e.load_splat(F32, xs, 64 + row * 4)
+    partial = e.fma(e.to_f32(dot), d * scale, total.get())
+    total.set(e.fma(m, x_sum, partial))
 
 
 def rows_kernel(bits: int, wide: bool, terms: int, rows: int) -> Any:
-    """A tile of 16 outputs for `rows` rows at once, with u8 × s8 dot products."""
+    """A tile of 16 outputs for `rows` rows at once, with u8 × s8 dot products. `xs`: see `scales_at`."""
     size, weights = group_bytes(bits, wide), TILE * GROUP * bits // 8
     scales = _scale_loader(wide)
 
-    def emit(e: Emit, x: Val, xs: Val, xm: Val, w: Val, bias: Val, y: Val, ldx: Val, lds: Val, ldy: Val,
-             groups: Val, shift: Val, add: Val) -> None:  # fmt: skip
+    def emit(e: Emit, x: Val, xs: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, shift: Val, add: Val) -> None:  # fmt: skip
         first = e.load(VF32, bias)
         sums = [e.var(first) for _ in range(rows)]
         shifts = e.splat(Val(e, e.b.trunc(shift.v, I32)))
-        xr = [x + ldx * r for r in range(rows)]
-        sr = [xs + lds * r for r in range(rows)]
-        mr = [xm + lds * r for r in range(rows)]
         with e.loop(groups) as g:
             group = w + g * size
+            for line in range(0, size, 64):
+                e.prefetch(group, PREFETCH_BYTES + line)
             high = [e.const(VI32, 0)] * rows
             low = [e.const(VI32, 0)] * rows
             for quad, u in _weight_quads(e, bits, group):
                 for r in range(rows):
-                    at = xr[r] + g * X_BYTES
+                    at = x + (g * 1024 + r * X_BYTES)
                     high[r] = e.dot_u8s8(high[r], u, e.load_splat(I32, at, quad * 4))
                     if terms == 2:
                         low[r] = e.dot_u8s8(low[r], u, e.load_splat(I32, at, GROUP + quad * 4))
@@ -167,188 +166,61 @@ def rows_kernel(bits: int, wide: bool, terms: int, rows: int) -> Any:
             m = scales(e, group, weights + (size - weights) // 2)
             for r in range(rows):
                 dot = (high[r] << shifts) + low[r] if terms == 2 else high[r]
-                _scaled(e, sums[r], dot, d, m, e.load_splat(F32, sr[r] + g * 4), e.load_splat(F32, mr[r] + g * 4))
+                _scaled(e, sums[r], dot, d, m, xs + g * SCALES_BYTES, r)
         _finish(e, sums, y, ldy, add)
 
-    return emitted(types.void, [types.int64] * 12, emit)
-
-
-def unpack_fused(wide: bool) -> Any:
-    """4-bit weights of a tile → AMX operands of 1 KiB per group: 8 rows of weight · 16, then 8 rows of weight.
-
-    With the high and low activation terms side by side in one row, one tile product gives 16 · high + low at once.
-    """
-    size = group_bytes(4, wide)
-
-    def emit(e: Emit, w: Val, out: Val, groups: Val) -> None:
-        with e.loop(groups) as g:
-            for pair in range(4):
-                both = e.load(VI32, w + g * size, pair * 64)
-                at = out + g * 1024
-                for half, value in enumerate((both & 0x0F0F0F0F, (both >> 4) & 0x0F0F0F0F)):
-                    quad = (2 * pair + half) * 64
-                    e.store(value << 4, at, quad)
-                    e.store(value, at, 512 + quad)
-
-    return emitted(types.void, [types.int64] * 3, emit)
-
-
-def unpack_plain(bits: int, wide: bool) -> Any:
-    """Weights of a tile → AMX operands of 512 bytes per group: eight rows of 16 outputs × 4."""
-    size = group_bytes(bits, wide)
-
-    def emit(e: Emit, w: Val, out: Val, groups: Val) -> None:
-        with e.loop(groups) as g:
-            for quad, u in _weight_quads(e, bits, w + g * size):
-                e.store(u, out + g * 512, quad * 64)
-
-    return emitted(types.void, [types.int64] * 3, emit)
-
-
-def amx_kernel(bits: int, wide: bool, terms: int, fused: bool, rows: int) -> Any:
-    """A tile of 16 outputs for up to 16 rows, dot products by AMX, the rest as in `rows_kernel`.
-
-    Reads 16 rows of x whatever `rows` is; the buffer must have them. Tiles: see `tile_shapes`.
-    """
-    size, weights = group_bytes(bits, wide), TILE * GROUP * bits // 8
-    scales = _scale_loader(wide)
-    operand = 1024 if fused else 512
-
-    def emit(e: Emit, x: Val, xs: Val, xm: Val, w: Val, tiles: Val, dots: Val, bias: Val, y: Val, ldx: Val, lds: Val,
-             ldy: Val, groups: Val, shift: Val, add: Val) -> None:  # fmt: skip
-        first = e.load(VF32, bias)
-        sums = [e.var(first) for _ in range(rows)]
-        shifts = e.splat(Val(e, e.b.trunc(shift.v, I32)))
-        line = e.i64(64)
-        with e.loop(groups) as g:
-            group = w + g * size
-            e.tile_load(2 if fused else 3, tiles + g * operand, line)
-            e.tile_load(1 if fused else 4, x + g * X_BYTES, ldx)
-            e.tile_zero(0)
-            e.tile_dot("bsud", 0, *((1, 2) if fused else (4, 3)))
-            e.tile_store(0, dots, line)
-            if terms == 2 and not fused:
-                e.tile_load(4, x + g * X_BYTES + GROUP, ldx)
-                e.tile_zero(5)
-                e.tile_dot("bsud", 5, 4, 3)
-                e.tile_store(5, dots + 1024, line)
-            d = scales(e, group, weights)
-            m = scales(e, group, weights + (size - weights) // 2)
-            for r in range(rows):
-                dot = e.load(VI32, dots, r * 64)
-                if terms == 2 and not fused:
-                    dot = (dot << shifts) + e.load(VI32, dots, 1024 + r * 64)
-                at = g * 4 + lds * r
-                _scaled(e, sums[r], dot, d, m, e.load_splat(F32, xs + at), e.load_splat(F32, xm + at))
-        _finish(e, sums, y, ldy, add)
-
-    return emitted(types.void, [types.int64] * 14, emit)
-
-
-def tile_shapes() -> np.ndarray:
-    """AMX configuration for the kernels above: 0, 5 dots; 1, 2 fused operands; 3 plain weights; 4 plain activations."""
-    config = np.zeros(64, np.uint8)
-    config[0] = 1
-    for tile, (rows, row_bytes) in enumerate([(16, 64), (16, 64), (16, 64), (8, 64), (16, 32), (16, 64)]):
-        config[48 + tile], config[16 + 2 * tile] = rows, row_bytes
-    return config
-
-
-TILE_SHAPES = tile_shapes()  # kept alive: the kernels load it by address
-
-
-def _nothing(num_args: int) -> Any:
-    """Stands in for an AMX function where there is no AMX; never called."""
-    return emitted(types.void, [types.int64] * num_args, lambda e, *args: None)
+    return emitted(types.void, [types.int64] * 9, emit)
 
 
 # ---------------------------------------------------------------------------------------------- kernels
 
-_AMX_FROM = 5  # rows
 # names bound per variant
-unpack: Any = None
-amx16: Any = None
-amx8: Any = None
 rows8: Any = None
 rows4: Any = None
 rows2: Any = None
 rows1: Any = None
-HAS_AMX = ISA.amx
 STRIDE = 0  # bytes of a tile's group
-OPERAND = 0
 
 
 def _matmul(op: int, ctx: int, thread: int) -> None:
-    """Arguments: x, xs, xm, weights, bias, y, tiles, groups, ldy bytes, shift, add, tile configuration."""
-    x, xs, xm = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24)
-    w, bias, y = simd.get_i64(op + 32), simd.get_i64(op + 40), simd.get_i64(op + 48)
-    num_tiles, groups, ldy = simd.get_i64(op + 56), simd.get_i64(op + 64), simd.get_i64(op + 72)
-    shift, add = simd.get_i64(op + 80), simd.get_i64(op + 88)
+    """Arguments: x, scales, weights, bias, y, tiles, groups, ldy bytes, shift, add."""
+    x, xs = simd.get_i64(op + 8), simd.get_i64(op + 16)
+    w, bias, y = simd.get_i64(op + 24), simd.get_i64(op + 32), simd.get_i64(op + 40)
+    num_tiles, groups, ldy = simd.get_i64(op + 48), simd.get_i64(op + 56), simd.get_i64(op + 64)
+    shift, add = simd.get_i64(op + 72), simd.get_i64(op + 80)
     rows = simd.get_i64(ctx + 8 * ROWS)
-    scratch = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
-    ldx, lds = groups * X_BYTES, groups * 4
-    chunk = max(1, min(16, num_tiles // (simd.get_i64(ctx + 8 * NUM_THREADS) * 4)))
-    if rows >= 32:
-        chunk = 1
-    use_amx = HAS_AMX and rows >= _AMX_FROM
-    if use_amx:
-        simd.tile_config(simd.get_i64(op + 96))
+    share = simd.get_i64(ctx + 8 * NUM_THREADS) * (8 if rows > 4 else 2)
+    chunk = (num_tiles + share - 1) // share
     while True:
         first = next_item(op) * chunk
         if first >= num_tiles:
             break
         for t in range(first, min(first + chunk, num_tiles)):
             wt, bt, yt = w + t * groups * STRIDE, bias + t * 64, y + t * 64
-            r = 0
-            if use_amx:
-                unpack(wt, scratch + 2048, groups)
-                while rows - r > 8:
-                    amx16(x + r * ldx, xs + r * lds, xm + r * lds, wt, scratch + 2048, scratch, bt, yt + r * ldy,
-                          ldx, lds, ldy, groups, shift, add)  # fmt: skip
-                    r += 16
-                if rows - r > 0:
-                    amx8(x + r * ldx, xs + r * lds, xm + r * lds, wt, scratch + 2048, scratch, bt, yt + r * ldy,
-                         ldx, lds, ldy, groups, shift, add)  # fmt: skip
-                continue
-            while rows - r >= 8:
-                rows8(x + r * ldx, xs + r * lds, xm + r * lds, wt, bt, yt + r * ldy, ldx, lds, ldy, groups, shift, add)
-                r += 8
-            if rows - r >= 4:
-                rows4(x + r * ldx, xs + r * lds, xm + r * lds, wt, bt, yt + r * ldy, ldx, lds, ldy, groups, shift, add)
-                r += 4
-            if rows - r >= 2:
-                rows2(x + r * ldx, xs + r * lds, xm + r * lds, wt, bt, yt + r * ldy, ldx, lds, ldy, groups, shift, add)
-                r += 2
-            if rows - r >= 1:
-                rows1(x + r * ldx, xs + r * lds, xm + r * lds, wt, bt, yt + r * ldy, ldx, lds, ldy, groups, shift, add)
-    if use_amx:
-        simd.tile_release(0)
+            for r0 in range(0, rows, 16):
+                xr, sr, yr = x + r0 // 16 * groups * 1024, xs + r0 // 16 * groups * SCALES_BYTES, yt + r0 * ldy
+                r, end = 0, min(16, rows - r0)
+                while end - r >= 8:
+                    rows8(xr + r * X_BYTES, sr + r * 4, wt, bt, yr + r * ldy, ldy, groups, shift, add)
+                    r += 8
+                if end - r >= 4:
+                    rows4(xr + r * X_BYTES, sr + r * 4, wt, bt, yr + r * ldy, ldy, groups, shift, add)
+                    r += 4
+                if end - r >= 2:
+                    rows2(xr + r * X_BYTES, sr + r * 4, wt, bt, yr + r * ldy, ldy, groups, shift, add)
+                    r += 2
+                if end - r >= 1:
+                    rows1(xr + r * X_BYTES, sr + r * 4, wt, bt, yr + r * ldy, ldy, groups, shift, add)
 
 
-def _variant(bits: int, wide: bool, mode: str) -> Kernel:
-    terms = 1 if mode == "int8" else 2
-    fused = bits == 4 and mode == "int12"
-    bound: dict[str, Any] = {f"rows{r}": rows_kernel(bits, wide, terms, r) for r in (1, 2, 4, 8)}
-    if ISA.amx:
-        bound["unpack"] = unpack_fused(wide) if fused else unpack_plain(bits, wide)
-        bound |= {f"amx{r}": amx_kernel(bits, wide, terms, fused, r) for r in (8, 16)}
-    else:
-        bound |= {"unpack": _nothing(3), "amx8": _nothing(14), "amx16": _nothing(14)}
-    bound["STRIDE"] = group_bytes(bits, wide)
-    return Kernel(f"matmul_q{bits}{'f' if wide else ''}_{mode}", _matmul, **bound)
+def _variant(bits: int, wide: bool, terms: int) -> Kernel:
+    bound = {f"rows{r}": rows_kernel(bits, wide, terms, r) for r in (1, 2, 4, 8)}
+    return Kernel(f"matmul_q{bits}{'f' if wide else ''}_{terms}", _matmul, **bound, STRIDE=group_bytes(bits, wide))
 
 
 KERNELS = {
-    (f"q{bits}{'f' if wide else ''}", mode): _variant(bits, wide, mode)
-    for bits in (4, 8)
-    for wide in (False, True)
-    for mode in TERM_BITS
+    (bits, wide, terms): _variant(bits, wide, terms) for bits in (4, 8) for wide in (False, True) for terms in (1, 2)
 }
-
-
-def scratch_bytes(matrix: PackedMatrix) -> int:
-    """Per thread: two AMX results and one tile's weights unpacked."""
-    return 2048 + matrix.num_groups * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,18 +228,18 @@ class Activations:
     """Where quantised activations of up to `max_rows` (a multiple of 16) × `cols` lie."""
 
     cols: int
-    values: np.ndarray  # int8[max_rows, groups, 64]
-    scales: np.ndarray  # float32[max_rows, groups]
-    sums: np.ndarray  # float32[max_rows, groups]: scale × Σ of the integers
+    values: np.ndarray  # uint8[max_rows / 16, groups, 16, 64] (signed terms, or bfloat16)
+    scales: np.ndarray  # float32[max_rows / 16, groups, 2, 16]: scales, then scale × Σ of the integers
 
     @staticmethod
     def empty(max_rows: int, cols: int) -> Activations:
         """Zeroed buffers."""
-        rows, groups = -(-max_rows // 16) * 16, cols // GROUP
-        values = aligned_empty(rows * groups * X_BYTES)
+        blocks, groups = -(-max_rows // 16), cols // GROUP
+        values = aligned_empty(blocks * 16 * groups * X_BYTES).reshape(blocks, groups, 16, X_BYTES)
         values[:] = 0
-        scales, sums = np.zeros((rows, groups), np.float32), np.zeros((rows, groups), np.float32)
-        return Activations(cols, values, scales, sums)
+        scales = aligned_empty(blocks * groups * SCALES_BYTES).view(np.float32).reshape(blocks, groups, 2, 16)
+        scales[:] = 0
+        return Activations(cols, values, scales)
 
 
 def matmul(x: Activations, w: PackedMatrix, y: int, ldy: int, mode: str, bias: np.ndarray, *, add: bool) -> list[int]:
@@ -375,9 +247,10 @@ def matmul(x: Activations, w: PackedMatrix, y: int, ldy: int, mode: str, bias: n
 
     `bias` is float32[≥ padded N]; zeros for none.
     """
-    assert x.cols == w.cols and len(bias) >= w.num_tiles * TILE
-    kernel = KERNELS[w.kernel, mode]
+    assert x.cols == w.cols, f"{x.cols} activations meet rows of {w.cols} weights"
+    assert len(bias) >= w.num_tiles * TILE
+    kernel = KERNELS[w.bits, w.wide, 1 if mode == "int8" else 2]
     return [
-        kernel.address, x.values.ctypes.data, x.scales.ctypes.data, x.sums.ctypes.data, w.data.ctypes.data,
-        bias.ctypes.data, y, w.num_tiles, w.num_groups, ldy, TERM_BITS[mode], int(add), TILE_SHAPES.ctypes.data,
+        kernel.address, x.values.ctypes.data, x.scales.ctypes.data, w.data.ctypes.data, bias.ctypes.data, y,
+        w.num_tiles, w.num_groups, ldy, TERM_BITS[mode], int(add),
     ]  # fmt: skip

@@ -179,6 +179,11 @@ class Emit:
         bits = self.b.zext(self.load(VI16, address, offset).v, VI32)
         return self.bitcast(Val(self, bits) << 16, VF32)
 
+    def store_pairs(self, x: Val, y: Val, address: Val, order: Sequence[int]) -> None:
+        """32 float32 (x, then y) → bfloat16 at `address`, element i being number order[i]."""
+        low, high = (self.to_bf16(v).v for v in (x, y))
+        self.store(Val(self, self.b.shuffle_vector(low, high, ir.Constant(vec(I32, 32), list(order)))), address)
+
     def store_bf16(self, x: Val, address: Val, offset: int = 0) -> None:
         """16 float32 → bfloat16, round to nearest even."""
         self.store(self.to_bf16(x), address, offset)
@@ -190,6 +195,13 @@ class Emit:
         bits = self.bitcast(x, VI32)
         rounded = bits + (((bits >> 16) & 1) + 0x7FFF)
         return Val(self, self.b.trunc((rounded >> 16).v, VI16))
+
+    def prefetch(self, address: Val, offset: int) -> None:
+        """Ask for the cache line at address + offset, wherever that may be."""
+        where = self._pointer(address + offset, I8)
+        hint = [ir.Constant(I32, k) for k in (0, 3, 1)]  # read, keep in all caches, data
+        kind = ir.FunctionType(ir.VoidType(), [where.type, I32, I32, I32])
+        self.b.call(cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0"), [where, *hint])
 
     # -- control
     @contextmanager
@@ -215,6 +227,14 @@ class Emit:
     def round(self, x: Val) -> Val:
         """To the nearest whole number, halves to even."""
         return self.call("llvm.roundeven.v16f32", VF32, [x.v])
+
+    def fma_f16(self, x: Val, y: Val, z: Val) -> Val:
+        """x·y + z on 32 half floats, rounded once."""
+        return self.call("llvm.fma.v32f16", vec(F16, 32), [x.v, y.v, z.v])
+
+    def permute_i16(self, table: Val, index: Val) -> Val:
+        """table[index mod 32] for 32 lanes of 16 bits."""
+        return self.call("llvm.x86.avx512.permvar.hi.512", vec(I16, 32), [table.v, index.v])
 
     def max(self, x: Val, y: Val) -> Val:
         """y where x is not a number."""
@@ -274,7 +294,7 @@ class Emit:
         self.call("llvm.x86.tilezero", ir.VoidType(), [ir.Constant(I8, tile)])
 
     def tile_dot(self, kind: str, acc: int, a: int, b: int) -> None:
-        """acc += a · b; `kind` is `bsud` (signed × unsigned bytes) or `bf16ps`."""
+        """acc += a · b; `kind` is `bf16ps` (pairs of bfloat16)."""
         self.call(f"llvm.x86.tdp{kind}", ir.VoidType(), [ir.Constant(I8, t) for t in (acc, a, b)])
 
 

@@ -16,6 +16,7 @@ from kvledger.errors import DamagedFile
 from kvledger.kernels import attention as att
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
+from kvledger.kernels import matmul_amx as amx
 from kvledger.kernels.team import empty_program
 from kvledger.model.packing import Tensor, dense, halves_from_pairs, pack_matrices
 from kvledger.model.rope import Rope
@@ -98,7 +99,7 @@ class _Weights:
         packed = pack_matrices([self._find(n) for n in names], rows)
         self.keep.append(packed)
         self.bytes += packed.data.nbytes
-        self.scratch = max(self.scratch, mm.scratch_bytes(packed))
+        self.scratch = max(self.scratch, amx.scratch_bytes(packed))
         return packed
 
     def vector(self, *names: str, pad: int = 0, rows: list[Array | None] | None = None) -> Array:
@@ -197,4 +198,7 @@ class _Builder:
         return [write, *att.attention(shape, b.q, b.mixed.ctypes.data, MAX_ROWS)]
 
     def _product(self, x: mm.Activations, w: mm.PackedMatrix, y: Array, *, add: bool, bias: Array | None = None) -> list[int]:  # fmt: skip # noqa: E501
-        return mm.matmul(x, w, y.ctypes.data, y.shape[1] * 4, self.mode, self.zeros if bias is None else bias, add=add)
+        bias = self.zeros if bias is None else bias
+        if self.mode == "bf16":
+            return amx.matmul(x, w, y.ctypes.data, y.shape[1] * 4, bias, add=add)
+        return mm.matmul(x, w, y.ctypes.data, y.shape[1] * 4, self.mode, bias, add=add)

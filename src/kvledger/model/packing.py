@@ -20,10 +20,14 @@ Array = np.ndarray[Any, Any]
 class Tensor(Protocol):
     """A tensor as stored: flat uint8 `data` of `ggml_type` blocks; `shape` rows first."""
 
-    name: str
-    shape: tuple[int, ...]
-    ggml_type: str
-    data: Array
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def ggml_type(self) -> str: ...
+    @property
+    def data(self) -> Array: ...
 
 
 class Levels(NamedTuple):
@@ -80,7 +84,7 @@ _BLOCKS: dict[str, tuple[int, int, Callable[[Array], tuple[Array, Array, Array]]
 
 def levels_of(tensor: Tensor) -> Levels:
     """The levels of a matrix. Raises UnsupportedModel where rows are no multiple of 32."""
-    n, k = tensor.shape[-2:]
+    k = tensor.shape[-1]
     if k % GROUP:
         raise UnsupportedModel(f"{tensor.name}: rows of {k} weights are no multiple of {GROUP}")
     if tensor.ggml_type not in _BLOCKS:
