@@ -95,3 +95,22 @@ def test_experts_are_stacked_and_heads_reordered(tmp_path):
     original = stored["model.layers.0.self_attn.q_proj.weight"].reshape(4, 64, 128)
     np.testing.assert_array_equal(rows[:, 0::2], original[:, :32])
     np.testing.assert_array_equal(rows[:, 1::2], original[:, 32:])
+
+
+def test_a_folder_answers(tmp_path):
+    """safetensors, config.json and tokenizer.json through the whole engine."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from kvledger.llm import LLM
+    from kvledger.text.pieces import byte_alphabet
+
+    folder = folder_of(tmp_path, "llama", rounded=True)
+    letters = {chr(point): i for i, point in enumerate(sorted(byte_alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with LLM(str(folder), kv_memory="1MiB") as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        (output,) = llm.generate(["The same text"], params)
+    assert len(output.outputs[0].token_ids) == 12
+    assert output.prompt_token_ids == tuple(tokenizer.encode("The same text").ids)
