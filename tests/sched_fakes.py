@@ -28,7 +28,7 @@ def layout(kind="full", block_size=4):
 def make_scheduler(num_blocks=20, kind="full", block_size=4, max_len=64, prefix=True, **config):
     where = layout(kind, block_size)
     pool = PoolPlan(where, num_blocks * where.block_bytes, num_blocks, "test")
-    config = {"max_num_batched_tokens": 16, "max_num_seqs": 8} | config
+    config = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "growth_tokens": 4} | config
     return Scheduler(pool, SchedulerConfig(**config), max_len, prefix_caching=prefix)
 
 

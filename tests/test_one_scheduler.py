@@ -100,7 +100,7 @@ def models(tmp_path_factory):
 
 
 def configure(spec, num_blocks, prefix=True, **sched):
-    options = {"max_num_batched_tokens": 48, "max_num_seqs": 6} | sched
+    options = {"max_num_batched_tokens": 48, "max_num_seqs": 6, "growth_tokens": 0} | sched
     config = EngineConfig(CacheConfig(block_size=16, prefix_caching=prefix), SchedulerConfig(**options))
     layout = spec.kv_layout("bf16", 16)
     return config, PoolPlan(layout, num_blocks * layout.block_bytes, num_blocks, "test")

@@ -5,7 +5,7 @@ end. No clock, no text, no tensors.
 
 The order of sequences is total: (priority, arrival, choice). Whoever needs a block that is not there takes it from
 the last in that order, so the first one always gets on: no live-lock. A sequence is admitted only if its whole
-prompt, what is promised to those who run, and one block of growth for each of them are free: no thrash.
+prompt, what is promised to those who run, and some growth for each of them are free: no thrash.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class Scheduler:
         self.pool = BlockPool(pool.num_blocks)
         self.ledger = BlockLedger(pool.layout, self.pool)
         self.prefix = PrefixCache(self.pool, pool.layout.groups, prefix_caching)
-        budget = config.max_num_batched_tokens
-        self.admission = Admission(self.ledger, self.prefix, self.policy, budget, namespace)
+        self.admission = Admission(self.ledger, self.prefix, self.policy, config, namespace)
         self.waiting = SequenceList(config.queueing)
         self.running = SequenceList(config.queueing)
         self._parked: list[tuple[Sequence, list[Finished]]] = []  # ended members of a static batch

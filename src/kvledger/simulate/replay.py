@@ -14,7 +14,7 @@ from random import Random
 from kvledger.clock import VirtualClock
 from kvledger.engine import Engine, StepReport
 from kvledger.metrics import Metrics, RequestTimes
-from kvledger.plan.workload import Workload
+from kvledger.plan.workload import Lengths, Workload
 from kvledger.sched.events import Event, TokenEvent
 from kvledger.sched.sequence import Request
 from kvledger.spec.sampling import SamplingParams
@@ -47,11 +47,15 @@ def poisson(
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for index in range(count):
         now += rng.expovariate(rate_per_s) if rate_per_s else 0.0
-        length = min(workload.prompt.sample(rng), max_prompt)
+        length = min(_draw(workload.prompt, rng), max_prompt)
         prompt = tuple(rng.randrange(vocab_size) for _ in range(length))
-        output = min(workload.output.sample(rng), max_tokens)
+        output = min(_draw(workload.output, rng), max_tokens)
         arrivals.append(Arrival(now, Request(f"arrival-{index}", prompt, params), output))
     return tuple(arrivals)
+
+
+def _draw(lengths: Lengths, rng: Random) -> int:
+    return max(1, round(lengths.quantile(rng.random())))
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,12 +40,15 @@ class SchedulerConfig:
     policy: Policy = "continuous"
     queueing: Queueing = "fcfs"
     chunked_prefill: bool = True  # False: every prompt in one step, as before Sarathi
+    growth_tokens: int = 32  # room kept for each running sequence before another is admitted
     max_queue: int | None = None  # waiting requests; beyond it the server answers 503
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.growth_tokens < 0:
+            raise ConfigError(f"growth_tokens must not be negative, got {self.growth_tokens}")
         if self.max_queue is not None and self.max_queue < 1:
             raise ConfigError(f"max_queue must be at least 1, got {self.max_queue}")
 
