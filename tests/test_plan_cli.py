@@ -44,6 +44,16 @@ def test_plan_explained(run):
     assert "(assumed)" in out
 
 
+def test_plan_with_all_six_ledgers(run):
+    args = ("plan", "gemma-3-27b", "--device", "h100-sxm", "--ledgers")
+    _, out, _ = run(*args, "--json")
+    found = json.loads(out)["ledgers"]
+    assert list(found) == ["recompute", "bytes", "concurrency", "bandwidth", "compression", "allocation"]
+    _, out, _ = run(*args)
+    assert "What the cache saves" in out
+    assert "Where KV memory is wasted" in out
+
+
 def test_plan_as_the_lesson_counts(run):
     args = ("plan", "llama-2-70b", "--device", "h100-sxm", "--tp", "2", "--context", "8192")
     code, _, err = run(*args)
@@ -64,7 +74,8 @@ def test_plan_page(run, tmp_path):
     page = file.read_text(encoding="utf-8")
     assert "<script src" not in page
     assert "Plotly.newPlot" in page
-    assert page.count("<details>") > 20
+    assert page.count("<details>") > 26
+    assert page.count("Ledger ") >= 6
 
 
 def test_engines_side_by_side(run):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,10 @@ from kvledger.cli import plan_options as o
 from kvledger.cli.output import emit_json, say
 from kvledger.errors import ConfigError
 from kvledger.plan.query import Query
+
+if TYPE_CHECKING:
+    from kvledger.plan.ledger import Ledger
+    from kvledger.plan.planner import Plan
 
 app = typer.Typer(add_completion=False)
 
@@ -49,6 +53,7 @@ def plan(
     find: Annotated[bool, typer.Option("--find", help="Search devices and spreads for the target.")] = False,
     devices: Annotated[str | None, typer.Option("--devices", help="Only these, with commas.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="The engines' rules side by side.")] = False,
+    ledgers: Annotated[bool, typer.Option("--ledgers", help="All six ledgers after the plan.")] = False,
     as_lesson: o.AsLesson = False,
     as_json: o.Json = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write a self-contained report.")] = None,
@@ -70,10 +75,11 @@ def plan(
     elif as_lesson:
         _as_lesson(query, as_json, explain)
     else:
-        _plan(query, workload, as_json, html, explain)
+        _plan(query, workload, ledgers, as_json, html, explain)
 
 
-def _plan(query: Query, workload: str | None, as_json: bool, html: Path | None, explain: bool) -> None:
+def _plan(query: Query, workload: str | None, ledgers: bool, as_json: bool, html: Path | None, explain: bool) -> None:
+    from kvledger.plan.ledgers import all_ledgers
     from kvledger.plan.planner import answer
     from kvledger.plan.workload import find_workload
 
@@ -83,17 +89,25 @@ def _plan(query: Query, workload: str | None, as_json: bool, html: Path | None, 
         from kvledger.plan.report import plan_page
 
         _write(html, plan_page(made))
+    more = all_ledgers(made) if ledgers else ()
     if as_json:
-        emit_json(made.to_json())
-    elif explain:
-        from kvledger.cli.tables import console, show_accounts
-        from kvledger.plan.ledgers import accounts
+        emit_json(made.to_json() | ({"ledgers": {x.name: x.to_json() for x in more}} if ledgers else {}))
+    elif explain or html is None:
+        _show(made, more, explain)
 
+
+def _show(made: Plan, more: tuple[Ledger, ...], explain: bool) -> None:
+    from kvledger.cli.plan_view import show_plan
+    from kvledger.cli.tables import console, show_accounts, show_ledger
+    from kvledger.plan.ledgers import accounts
+
+    if explain:
         show_accounts(accounts(made), console())
-    elif html is None:
-        from kvledger.cli.plan_view import show_plan
-
+    else:
         show_plan(made)
+    for ledger in more:
+        console().print()
+        show_ledger(ledger, explain)
 
 
 def _find(

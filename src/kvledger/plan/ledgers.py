@@ -159,6 +159,15 @@ def ledger(name: str, ask: Ask) -> Ledger:
     return LEDGERS[name][0](ask)
 
 
+def all_ledgers(made: Plan) -> tuple[Ledger, ...]:
+    """The six ledgers of a plan's own query."""
+    query = made.query
+    contexts = sorted({*CONTEXTS, query.context})
+    prompt = query.context - query.output
+    ask = Ask(query, contexts, (), prompt, query.output, made.workload, query.block_size or 16)
+    return tuple(plan_concurrency(made, contexts) if name == "concurrency" else ledger(name, ask) for name in LEDGERS)
+
+
 def accounts(made: Plan) -> tuple[Figure, ...]:
     """Every figure of a plan, those of its tables included."""
     cells = (cell for row in made.by_context.rows for cell in row)

@@ -208,7 +208,7 @@ def _local_memory(query: Query) -> Memory:
     pool = local_pool(query.model, config, total, available)
     blocks = _LocalBlocks(pool, config.sched.max_num_batched_tokens)
     weights = Term("weights", Band.exactly(weights_in_memory(query.model)), "computed", "as the file stores them")
-    runtime = Term("run time", Band.exactly(RUNTIME_BYTES), "assumed", "interpreter, kernels, buffers: the bound kept")
+    runtime = Term("run time", Band.exactly(RUNTIME_BYTES), "given", "interpreter, kernels, buffers: the bound kept")
     return Memory(
         total_bytes=total,
         budget_bytes=total,

@@ -46,7 +46,9 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the person should know before trusting the figures."""
-        return self.outcome.warnings
+        device = self.query.device
+        advice = device.notes if device.name == LOCAL and not device.measured else ()
+        return (*self.outcome.warnings, *advice)
 
     @cached_property
     def levers(self) -> tuple[Lever, ...]:

@@ -11,8 +11,8 @@ from html import escape
 from typing import Any
 
 from kvledger.plan.explain import Figure, dress
-from kvledger.plan.ledger import Cell, Table
-from kvledger.plan.ledgers import accounts, lever_table
+from kvledger.plan.ledger import Cell, Ledger, Table
+from kvledger.plan.ledgers import accounts, all_ledgers, lever_table
 from kvledger.plan.planner import Plan, contexts_of
 from kvledger.plan.search import Candidate, Found
 from kvledger.plan.timing import speed
@@ -42,6 +42,7 @@ def plan_page(plan: Plan) -> str:
         *_plots_html(plots[:1]), *tables, *_plots_html(plots[1:], first=False),
         _table_html(plan.by_context), _table_html(lever_table(plan.levers)),
         *(f"<p>· {escape(r)}</p>" for r in plan.outcome.memory.reasons),
+        *(part for made in all_ledgers(plan) for part in _ledger_html(made)),
         "<h2>Accounts</h2>", *_accounts_html(accounts(plan)),
         "<h2>Sources</h2>", "<ul>", *(f"<li>{escape(s)}</li>" for s in plan.sources), "</ul>",
     ]  # fmt: skip
@@ -50,12 +51,10 @@ def plan_page(plan: Plan) -> str:
 
 def found_page(found: Found) -> str:
     """The page of a search: the Pareto front among all candidates shown. Imports plotly."""
-    from kvledger.plan.ledger import Table as LedgerTable
-
     columns = ("configuration", "$/h", "requests", "TPOT", "TTFT", "tokens/s", "misses")
 
     def table(name: str, candidates: Sequence[Candidate]) -> str:
-        return _table_html(LedgerTable(name, columns, tuple(_candidate_row(c) for c in candidates)))
+        return _table_html(Table(name, columns, tuple(_candidate_row(c) for c in candidates)))
 
     best = found.meeting[0].name if found.meeting else "none meets the target"
     parts = [
@@ -147,6 +146,16 @@ def front_plot(found: Found) -> Any:
 # ---------------------------------------------------------------------------------------------- HTML
 
 
+def _ledger_html(made: Ledger) -> list[str]:
+    """One of the six ledgers, folded: its figures, tables and notes."""
+    notes = "".join(f"<p>· {escape(note)}</p>" for note in made.notes)
+    tables = "".join(_table_html(t, "h3") for t in made.tables)
+    figures = _figures_table("figures", made.figures, "h3")
+    return [
+        f"<details><summary>Ledger {escape(made.name)}: {escape(made.title)}</summary>{figures}{tables}{notes}</details>"
+    ]
+
+
 def _page(title: str, parts: Iterable[str]) -> str:
     body = "\n".join(parts)
     return (
@@ -160,15 +169,15 @@ def _plots_html(plots: Sequence[Any], first: bool = True) -> list[str]:
     return [p.to_html(full_html=False, include_plotlyjs=first and i == 0) for i, p in enumerate(plots)]
 
 
-def _figures_table(title: str, figures: Sequence[Figure]) -> str:
+def _figures_table(title: str, figures: Sequence[Figure], heading: str = "h2") -> str:
     rows = tuple((f.title, f) for f in figures)
-    return _table_html(Table(title, ("", ""), rows))
+    return _table_html(Table(title, ("", ""), rows), heading)
 
 
-def _table_html(table: Table) -> str:
+def _table_html(table: Table, heading: str = "h2") -> str:
     head = "".join(f"<th>{escape(c)}</th>" for c in table.columns)
     rows = "".join("<tr>" + "".join(_cell_html(c) for c in row) + "</tr>" for row in table.rows)
-    return f"<h2>{escape(table.title)}</h2>\n<table><tr>{head}</tr>{rows}</table>"
+    return f"<{heading}>{escape(table.title)}</{heading}>\n<table><tr>{head}</tr>{rows}</table>"
 
 
 def _cell_html(cell: Cell) -> str:
