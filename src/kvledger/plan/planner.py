@@ -99,6 +99,12 @@ class Plan:
             label = f"requests of {self.workload.name} that fit {percent} % of the time"
             yield given(f"requests_p{percent}", count, "requests", source, memory.basis, label)
 
+    def _workload_json(self) -> dict[str, Any] | None:
+        if self.workload is None:
+            return None
+        requests = {str(p): self[f"requests_p{p}"].value for p in PERCENTILES}
+        return {"name": self.workload.name, "requests_at_percentile": requests, "source": self.workload.source}
+
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON object; keys are stable (docs/planning.md)."""
         outcome, query, memory = self.outcome, self.query, self.outcome.memory
@@ -129,6 +135,7 @@ class Plan:
             "max_concurrency": round(memory.max_concurrency, 4),
             "requests_at_context": outcome.total_requests,
             "requests_band": list(outcome.requests_band),
+            "workload": self._workload_json(),
             "batch": speed.batch,
             "step_time_s": speed.step.seconds,
             "bound": speed.step.bound,

@@ -151,9 +151,8 @@ def _ledger_html(made: Ledger) -> list[str]:
     notes = "".join(f"<p>· {escape(note)}</p>" for note in made.notes)
     tables = "".join(_table_html(t, "h3") for t in made.tables)
     figures = _figures_table("figures", made.figures, "h3")
-    return [
-        f"<details><summary>Ledger {escape(made.name)}: {escape(made.title)}</summary>{figures}{tables}{notes}</details>"
-    ]
+    summary = f"<summary>Ledger {escape(made.name)}: {escape(made.title)}</summary>"
+    return [f"<details>{summary}{figures}{tables}{notes}</details>"]
 
 
 def _page(title: str, parts: Iterable[str]) -> str:
