@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvledger.data import catalogue
-from kvledger.errors import ConfigError, FetchError, UnknownName
+from kvledger.errors import ConfigError, DamagedFile, FetchError, UnknownName
 from kvledger.models import model_at, resolve_model
+from kvledger.spec.weights import weight_bytes
 
 LOGS = Path(__file__).parents[2] / "shared" / "cases" / "engine_logs.jsonl"
 BLOCKS = LOGS.parent / "vllm_kv_blocks.jsonl"
@@ -113,6 +114,19 @@ def test_paths_come_before_names(tmp_path):
     assert resolve_model(str(folder)).num_params == 596_049_920
     assert resolve_model(str(folder / "config.json")).name == "qwen3-8b"
     assert resolve_model("qwen3-8b").num_params == 8_190_735_360
+
+
+def test_a_folder_of_safetensors_gives_exact_bytes(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(catalogue.find("qwen3-0.6b").row.config))
+    for name, size in (("model-1.safetensors", 1000), ("model-2.safetensors", 24)):
+        (tmp_path / name).write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(size))
+    model = resolve_model(str(tmp_path))
+    assert model.weight_bytes == 1024
+    assert weight_bytes(model).total == 1024
+    assert weight_bytes(model, "fp32").total == 4 * model.num_params
+    (tmp_path / "model-2.safetensors").write_bytes(b"\xff" * 8)
+    with pytest.raises(DamagedFile, match=r"model-2\.safetensors"):
+        resolve_model(str(tmp_path))
 
 
 def test_a_path_that_is_not_there_is_not_looked_up_elsewhere():

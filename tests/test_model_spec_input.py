@@ -36,8 +36,21 @@ def test_a_missing_field_in_a_section_is_named_with_its_path():
 def test_a_missing_family_and_an_unknown_one():
     with pytest.raises(ConfigError, match="'model_type' is missing"):
         build(model_type=...)
-    with pytest.raises(UnsupportedModel, match=r"nearest: .*qwen3"):
-        build(model_type="qwen33")
+    with pytest.raises(UnsupportedModel, match=r"'kv_lora_rank' is of no usual decoder; nearest: .*qwen3"):
+        build(model_type="qwen33", kv_lora_rank=512)
+    with pytest.raises(UnsupportedModel, match="no 'intermediate_size'"):
+        build(model_type="brandnew", intermediate_size=...)
+
+
+def test_an_unknown_family_of_the_usual_plan_is_counted_and_marked():
+    model = build(model_type="brandnew")
+    assert model.num_params == 8_030_261_248
+    assert "'brandnew' is not known here" in model.notes[0]
+    assert "assumed" in model.notes[0]
+    experts = build(model_type="brandnew", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=512)
+    assert experts.layers[0].num_experts == 4
+    slides = build(model_type="brandnew", sliding_window=4096)
+    assert {x.cache.kind for x in slides.layers} == {"window"}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +111,7 @@ def test_sections_within_sections_end(tmp_path):
     config: dict = {"model_type": "x"}
     for _ in range(400):
         config = {"model_type": "x", "text_config": config}
-    with pytest.raises(KvledgerError, match="nested"):
+    with pytest.raises(KvledgerError, match="nested 3 deep"):
         model_from_config(config, "deep", "deep")
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from kvledger.data import catalogue
 from kvledger.data.host import cache_dir
-from kvledger.errors import ConfigError, FetchError, UnknownName
+from kvledger.errors import ConfigError, DamagedFile, FetchError, UnknownName
 from kvledger.spec.config_fields import read_config
 from kvledger.spec.from_config import load_config, model_from_config
 from kvledger.spec.from_gguf import model_from_gguf
@@ -58,7 +59,25 @@ def model_at(path: Path) -> ModelSpec:
         path = found[0]
     if path.suffix == ".gguf":
         return _from_gguf(path)
-    return load_config(path)
+    model = load_config(path)
+    return replace(model, weight_bytes=_safetensors_bytes(path)) if path.is_dir() else model
+
+
+def _safetensors_bytes(folder: Path) -> int | None:
+    """Bytes of all tensors in the folder's safetensors files, None without any. Raises DamagedFile.
+
+    A file is eight bytes of length, that many bytes of JSON, and the tensors.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    total = 0
+    for file in files:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+        tensors = file.stat().st_size - 8 - length
+        if tensors < 0:
+            raise DamagedFile(f"{file.name}: announces {length} bytes of header, the file is shorter")
+        total += tensors
+    return total if files else None
 
 
 def _exists(path: Path) -> bool:

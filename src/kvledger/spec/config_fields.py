@@ -69,6 +69,10 @@ class Fields:
     def has(self, *names: str) -> bool:
         return self._find(names)[1] is not None
 
+    def names(self) -> list[str]:
+        """The fields' names."""
+        return [name for name in self._values if isinstance(name, str)]
+
     def maybe_count(self, *names: str, low: int = 1, high: int = MAX_COUNT) -> int | None:
         """A whole number in [low, high], or None where absent. Raises ConfigError."""
         name, value = self._find(names)

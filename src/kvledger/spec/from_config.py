@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvledger.errors import ConfigError, UnsupportedModel, nearest
+from kvledger.errors import ConfigError
 from kvledger.spec.config_fields import Fields, read_config
 from kvledger.spec.families import FAMILIES
+from kvledger.spec.families.assumed import assumed
 from kvledger.spec.families.parts import Body, hidden_size, vocab_size
 from kvledger.spec.families.vision import vision_weights
 from kvledger.spec.model import ModelSpec
@@ -47,18 +48,21 @@ _SAME_AS = {
     "ernie4_5_moe_vl": "ernie4_5_moe", "minimax_text_01": "minimax", "minimax_m1": "minimax",
     "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "internlm": "llama", "mimo": "qwen2", "dots": "dots1",
     "gemma4_unified_text": "gemma4_text", "cohere2_vision": "cohere2", "deci": "nemotron-nas", "solar": "llama",
+    "glm4v_moe": "glm4_moe", "phi4mm": "phi3",
+    "qwen2_5_omni_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen3_omni_moe": "qwen3_moe",
 }  # fmt: skip
 
 
 def model_from_config(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
     """The model that `config` (the object of a config.json) describes; `source` names the file in messages.
 
-    Raises ConfigError naming the field, or UnsupportedModel naming the nearest known families.
+    A family that is not known is counted as a decoder of the usual plan where nothing speaks against it, with a note
+    that says so. Raises ConfigError naming the field, or UnsupportedModel naming the nearest known families.
     """
     whole = Fields(config, source)
     f, family = _text_part(whole)
     f = f.with_defaults(DEFAULTS.get(family, {}))
-    body = FAMILIES[family](f)
+    body = FAMILIES[family](f) if family in FAMILIES else assumed(family, dict(FAMILIES), f)
     return _assemble(f, whole, family, body, name, source)
 
 
@@ -83,11 +87,7 @@ def _text_part(whole: Fields, depth: int = 0) -> tuple[Fields, str]:
     family = whole.text("model_type")
     if not family:
         raise whole.fail("model_type", "is missing; it says which family the model is of")
-    found = _family(family)
-    if found is None:
-        hint = ", ".join(nearest(family, FAMILIES)) or "see docs/layout.md for how to add one"
-        raise UnsupportedModel(f"{whole.source}: model_type {family!r} is not a family known here; nearest: {hint}")
-    return whole, found
+    return whole, _family(family) or family
 
 
 def _family(model_type: str) -> str | None:

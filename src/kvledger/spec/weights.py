@@ -127,6 +127,8 @@ def stage_weights(
     """
     _check_ranks(tp, pp, ep)
     stages = pipeline_stages(model.num_layers, pp)
+    if tp == pp == ep == 1:
+        return (weight_bytes(model, scheme_name),)
     if not model.outer_weights:
         return _stages_without_shapes(model, scheme_name, stages, tp)
     name = scheme_name or model.dtype
