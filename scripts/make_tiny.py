@@ -2,10 +2,9 @@
 
 Run with a Python that has torch and transformers (they are no dependencies of the project), from the top folder:
 
-    PYTHONPATH=src:tests python scripts/make_tiny.py
+    PYTHONPATH=tests python scripts/make_tiny.py
 
-Weights are not stored: tests/golden_models.py makes them from the tensors' names. Two sets of logits per model: with
-these weights, and with the matrices rounded to Q8_0.
+Weights are not stored: tests/golden_models.py makes them from the tensors' names.
 """
 
 import json
@@ -81,10 +80,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for name, config in MODELS.items():
             row = described[name] = describe(config, Path(temporary) / name / "shapes")
-            ids = token_ids(name, config["vocab_size"])
-            for key, rounded in ((name, False), (f"{name}/q8", True)):
-                folder = Path(temporary) / key / "model"
-                arrays[key] = run(write_folder(folder, name, row["config"], row["shapes"], rounded), ids)
+            folder = write_folder(Path(temporary) / name / "model", name, row["config"], row["shapes"])
+            arrays[name] = run(folder, token_ids(name, config["vocab_size"]))
     (GOLDEN / "tiny.json").write_text(json.dumps(described, indent=None, separators=(",", ":")) + "\n")
     np.savez_compressed(GOLDEN / "tiny_logits.npz", **arrays)
     for name, values in arrays.items():

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from kvledger.weights.quantised import dequantise, quantise_q8
-
 GOLDEN = Path(__file__).parent / "golden"
 NUM_TOKENS = 24
 
@@ -38,27 +36,15 @@ def weight(model: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     return (gain * np.sqrt(3 / shape[-1]) * values).astype(np.float32)
 
 
-def is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether `open_weights(…, "Q8_0")` quantises this tensor: matrices, but not routers."""
-    return len(shape) > 1 and shape[-1] % 32 == 0 and not name.endswith(("mlp.gate.weight", "moe.gate.weight"))
-
-
-def through_q8(values: np.ndarray) -> np.ndarray:
-    """Rounded to what Q8_0 can hold."""
-    return dequantise(quantise_q8(values), "Q8_0", values.shape)
-
-
 def token_ids(model: str, vocab_size: int) -> list[int]:
     return ((uniform(f"{model}/tokens", (NUM_TOKENS,)) + 1) / 2 * vocab_size).astype(int).tolist()
 
 
-def write_folder(folder: Path, model: str, config: dict, shapes: dict[str, list[int]], rounded: bool = False) -> Path:
-    """A Hugging Face folder of the model; `rounded`: matrices hold only values of Q8_0."""
+def write_folder(folder: Path, model: str, config: dict, shapes: dict[str, list[int]]) -> Path:
+    """A Hugging Face folder of the model."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: weight(model, name, tuple(shape)) for name, shape in shapes.items()}
-    if rounded:
-        tensors = {n: through_q8(w) if is_quantised(n, w.shape) else w for n, w in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -68,7 +54,7 @@ def described() -> dict[str, dict]:
     return json.loads((GOLDEN / "tiny.json").read_text())
 
 
-def logits(model: str, rounded: bool = False) -> np.ndarray:
+def logits(model: str) -> np.ndarray:
     """float32[NUM_TOKENS, vocabulary] by transformers in float32."""
     with np.load(GOLDEN / "tiny_logits.npz") as arrays:
-        return arrays[f"{model}/q8" if rounded else model]
+        return arrays[model]
