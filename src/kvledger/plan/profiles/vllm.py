@@ -169,6 +169,8 @@ def layer_groups(model: ModelSpec, setup: Setup, version: Version) -> tuple[tupl
            and setup.tp % x.cache.num_kv_heads]  # fmt: skip
     if odd:
         reasons.append(f"TP = {setup.tp} does not divide {odd[0].num_kv_heads} KV heads; vLLM itself may refuse")
+    if any(isinstance(s, LatentKV) and s.ratio > 1 for s in specs):
+        reasons.append("compressed latents: vLLM's packed layout of them is followed in outline, not to the block")
     specs += draft_specs(specs, setup.draft_layers)
     specs = [None if s is None else widen_state(s, setup.draft_tokens) for s in specs]
     if not setup.hybrid:
@@ -183,9 +185,10 @@ def layer_groups(model: ModelSpec, setup: Setup, version: Version) -> tuple[tupl
 
 
 def draft_specs(specs: Sequence[CacheSpec | None], count: int) -> list[CacheSpec | None]:
-    """MTP and EAGLE layers keep what the last layer with full (or latent) attention keeps."""
-    full = [s for s in specs if s is not None and s.kind in ("full", "latent")]
-    return [full[-1]] * count if full else []
+    """MTP and EAGLE layers keep what the last layer with full (or latent) attention keeps, else what the last keeps."""
+    kept = [s for s in specs if s is not None]
+    full = [s for s in kept if s.kind in ("full", "latent")]
+    return [(full or kept)[-1]] * count if kept else [None] * count
 
 
 def pipeline_stages(num_layers: int, pp: int, draft_layers: int = 0) -> list[range]:
@@ -237,5 +240,6 @@ def padding_reasons(groups: Sequence[BlockGroup]) -> list[str]:
     largest = max(g.block_bytes for g in groups)
     used = sum(g.used_bytes for g in groups)
     lost = 100 * (1 - used / (largest * len(groups)))
-    padding = padding_layers(groups)
-    return [f"{len(groups)} groups share the pool: {kinds}; {padding} padding layers, {lost:.1f} % of it stays empty"]
+    equal = len({g.block_bytes // g.num_layers for g in groups}) == 1
+    padding = f"{padding_layers(groups)} padding layers, " if equal else ""
+    return [f"{len(groups)} groups share the pool: {kinds}; {padding}{lost:.1f} % of it stays empty"]

@@ -88,6 +88,8 @@ def form_groups(
     parts = [LayerGroup(spec, tuple(layers), storage, block_size) for spec, layers in kinds.items()]
     if len({_family(p.spec) for p in parts}) == 1:
         return (_group(tuple(parts), None, rules, dcp),)
+    if any(isinstance(p.spec, LatentKV) and p.spec.window for p in parts):
+        return _packed(parts, rules, dcp)
     try:
         unified = [_unify(p, max(q.page_bytes for q in parts)) for p in parts]
     except ConfigError:
@@ -112,13 +114,33 @@ def without_window(spec: CacheSpec) -> CacheSpec:
 
 def _family(spec: CacheSpec) -> tuple[str, int]:
     """Layers of one family always need the same number of tokens, so one block table serves them all."""
-    if isinstance(spec, WindowKV):
+    if isinstance(spec, WindowKV | LatentKV) and spec.window:
         return ("window", spec.window)
     if isinstance(spec, ChunkedKV):
         return ("chunked", spec.chunk)
     if isinstance(spec, StateKV):
         return ("state", spec.state_bytes)
     return ("full", 0)
+
+
+def _packed(parts: Sequence[LayerGroup], rules: StateRules, dcp: int) -> tuple[BlockGroup, ...]:
+    """Latents with windows (DeepSeek V4): pages of any size lie side by side in a block as wide as the full layers'.
+
+    Window layers are dealt out so that each of their groups fits that width.
+    """
+    families: dict[tuple[str, int], list[LayerGroup]] = {}
+    for part in parts:
+        families.setdefault(_family(part.spec), []).append(part)
+    width = max(sum(len(p.layers) * p.page_bytes for p in f) for kind, f in families.items() if kind[0] == "full")
+    groups = []
+    for (kind, _), family in families.items():
+        if kind == "full":
+            groups.append(_group(tuple(family), None, rules, dcp))
+            continue
+        for part in family:
+            count = cdiv(len(part.layers), max(1, width // part.page_bytes))
+            groups += [_group((replace(part, layers=part.layers[i::count]),), None, rules, 1) for i in range(count)]
+    return tuple(groups)
 
 
 def _unify(part: LayerGroup, page_bytes: int) -> tuple[LayerGroup, int | None]:

@@ -81,6 +81,9 @@ def check(record: Record) -> Verdict:
         shape = shape_of(record)
     except KvledgerError as error:
         return Verdict(record, "", (Check("shape", record.model, None, 0, "skipped", str(error)),))
+    if record.engine == "vllm" and any(isinstance(x.cache, LatentKV) and x.cache.ratio > 1 for x in shape.model.layers):
+        reason = "compressed latents are not followed to the token"
+        return Verdict(record, shape.source, (Check("shape", record.model, None, 0, "skipped", reason),))
     try:
         found = checks_of(record, shape)
     except KvledgerError as error:

@@ -61,8 +61,8 @@ def _compile(*rows: tuple[str, Setter]) -> tuple[Pattern, ...]:
     return tuple((re.compile(text), setter) for text, setter in rows)
 
 
-_N = r"([\d,]{1,20})"
-_F = r"(-?[\d,]{1,12}(?:\.\d{1,6})?)"
+_N = r"(\d[\d,]{0,19})"
+_F = r"(-?\d[\d,]{0,11}(?:\.\d{1,6})?)"
 _NAME = r"['\"]?([\w./:+-]{1,200})['\"]?"
 
 _VLLM = _compile(
