@@ -137,6 +137,13 @@ def test_forwards_counted_one_by_one(prompt, output):
     assert recompute(prompt, output, as_lesson=True)["forwards_with_cache"].value == with_cache + 1
 
 
+def test_huge_counts_stay_exact():
+    n = 10**11
+    made = recompute(n, n)["forwards_without_cache"]
+    assert made.value == n * n + n * (n - 1) // 2
+    assert made.text == f"{made.value:,}"
+
+
 def test_recompute_refuses_nothing_to_do():
     with pytest.raises(ConfigError):
         recompute(0, 10)

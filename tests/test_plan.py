@@ -227,6 +227,16 @@ def test_one_request_that_is_too_long_says_the_longest():
     assert told // 2 <= longest(fits.outcome.memory.pools)
 
 
+def test_given_kv_memory_is_held_against_the_device():
+    made = plan("llama-3.1-8b", "h100-sxm", kv_memory_bytes=20 << 30)
+    assert made.outcome.memory.pool_bytes == 20 << 30
+    assert made.outcome.memory.weights_bytes == 2 * model("llama-3.1-8b").num_params
+    with pytest.raises(DoesNotFit, match="nearest that fits: --kv-memory") as error:
+        plan("llama-3.1-8b", "h100-sxm", kv_memory_bytes=90 << 30)
+    told = int(str(error.value).rpartition(" ")[2].removesuffix("MiB")) << 20
+    assert plan("llama-3.1-8b", "h100-sxm", kv_memory_bytes=told).outcome.requests > 50
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -241,6 +251,8 @@ def test_one_request_that_is_too_long_says_the_longest():
         ({"prefix": 10**6}, "longer than the prompt"),
         ({"prefix": -1}, "at least 0"),
         ({"batch": -5}, "at least 1"),
+        ({"batch": 10**40}, "cannot be meant"),
+        ({"kv_memory_bytes": 0}, "positive"),
         ({"hit_rate": 1.5}, "between 0 and 1"),
         ({"efficiency": 0.0}, "efficiency"),
         ({"memory_fraction": 1.5}, "fraction"),

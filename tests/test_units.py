@@ -43,6 +43,12 @@ def test_seconds_parse(text, seconds):
     assert units.parse_seconds(text) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("parse", [units.parse_bytes, units.parse_count, units.parse_seconds])
+def test_absurd_quantities_do_not(parse):
+    with pytest.raises(ConfigError, match="larger than anything"):
+        parse("9" * 400)
+
+
 def test_printing():
     assert units.format_bytes(1.25 * 2**30) == "1.25 GiB"
     assert units.format_bytes(1000) == "1000 B"

@@ -11,6 +11,7 @@ from kvledger.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GB = 10**9
+MOST = 1e18  # beyond it a float no longer holds every whole number, and nobody means it
 
 _BYTE_UNITS = {
     "": 1, "b": 1,
@@ -27,7 +28,10 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], what: str, examp
     match = _NUMBER.fullmatch(text)
     if match is None or match[2].lower() not in units:
         raise ConfigError(f"{text!r} is not {what}; write for example {example}")
-    return float(match[1]) * units[match[2].lower()]
+    value = float(match[1]) * units[match[2].lower()]
+    if value > MOST:
+        raise ConfigError(f"{text[:40]!r} is larger than anything meant here; write for example {example}")
+    return value
 
 
 def parse_bytes(text: str) -> int:

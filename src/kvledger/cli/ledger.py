@@ -8,8 +8,11 @@ import typer
 
 from kvledger.cli import plan_options as o
 from kvledger.cli.output import emit, emit_json
+from kvledger.errors import ConfigError
+from kvledger.plan.query import MOST_TOKENS
 from kvledger.units import parse_count
 
+MOST_ROWS = 64
 app = typer.Typer(add_completion=False)
 
 
@@ -76,4 +79,7 @@ def ledger(
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
-    return tuple(parse_count(part) for part in text.split(",")) if text else ()
+    counts = tuple(parse_count(part) for part in text.split(",")) if text else ()
+    if len(counts) > MOST_ROWS or any(count > MOST_TOKENS for count in counts):
+        raise ConfigError(f"at most {MOST_ROWS} values up to {MOST_TOKENS:,} each: {text[:60] if text else ''}")
+    return counts

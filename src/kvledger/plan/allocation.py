@@ -18,6 +18,7 @@ from kvledger.plan.workload import Workload, mean_rounded
 from kvledger.units import cdiv
 
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
+MOST_OUTPUT, MOST_WIDTH = 4096, 16  # beams are simulated step by step
 PAGED = "Kwon et al., PagedAttention, SOSP 2023"
 _NOTES = (
     "Measured in real engines: reserved 20.4 % (Orca Max) to 38.2 % (oracle) of KV memory used, paged 96.3 % "
@@ -101,6 +102,8 @@ def sharing(prompt: int, output: int, widths: Sequence[int] = (2, 4, 6), block_s
     """Blocks of `widths` samples or beams of one prompt, shared (copy-on-write) against copied."""
     if min(prompt, output, block_size, *widths) < 1:
         raise ConfigError("prompt, output, block size and width must be at least 1")
+    if output > MOST_OUTPUT or max(widths) > MOST_WIDTH:
+        raise ConfigError(f"sharing is worked out for at most {MOST_OUTPUT:,} output tokens and width {MOST_WIDTH}")
     rows = tuple(
         (str(w), *_samples(prompt, output, w, block_size), *_beams(prompt, output, w, block_size)) for w in widths
     )

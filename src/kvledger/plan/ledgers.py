@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvledger.errors import ConfigError, UnknownName
-from kvledger.plan.allocation import allocation, sharing
+from kvledger.plan.allocation import MOST_OUTPUT, allocation, sharing
 from kvledger.plan.bandwidth import BATCHES, bandwidth
 from kvledger.plan.compression import compression
 from kvledger.plan.concurrency import budget_figure, concurrency, pool_requests
@@ -137,7 +137,7 @@ def _allocation(ask: Ask) -> Ledger:
     workload = ask.workload or find_workload("azure-conv-2023")
     max_len = ask.query.context if ask.query else 8192
     made = allocation(workload, max_len, ask.block_size)
-    prompt, output = max(1, round(workload.prompt.mean)), max(1, round(workload.output.mean))
+    prompt, output = max(1, round(workload.prompt.mean)), min(MOST_OUTPUT, max(1, round(workload.output.mean)))
     shared = sharing(prompt, output, block_size=ask.block_size)
     return replace(made, tables=(*made.tables, *shared.tables), notes=(*made.notes, *shared.notes))
 

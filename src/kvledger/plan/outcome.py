@@ -7,7 +7,7 @@ with their accounts are made of this in `plan.planner`; nothing is computed twic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvledger.data.devices import LOCAL
 from kvledger.data.host import host_memory
@@ -22,8 +22,8 @@ from kvledger.plan.query import Query, check, unsplit_attention
 from kvledger.plan.timing import Speed, Timing, rank_weights, speed
 from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
 from kvledger.spec.kv import KVLayout, KVStorage
-from kvledger.spec.model import pipeline_stages
-from kvledger.spec.weights import WeightBytes
+from kvledger.spec.model import ModelSpec, pipeline_stages
+from kvledger.spec.weights import WeightBytes, stage_weights
 from kvledger.units import format_bytes
 
 MOST_SEQS = 256  # requests timed together where neither the person nor the engine's default says
@@ -152,7 +152,26 @@ def memory_of(query: Query) -> Memory:
         return _local_memory(query)
     profile = get_profile(query.engine, query.engine_version)
     model = unsplit_attention(query.model) if query.dp_attention else query.model
-    return _of_allocation(profile.allocate(model, query.device, query.setup()), query)
+    found = profile.allocate(model, query.device, query.setup())
+    return _of_allocation(found if query.kv_memory_bytes is None else _with_weights(found, model, query), query)
+
+
+def _with_weights(found: Allocation, model: ModelSpec, query: Query) -> Allocation:
+    """An allocation of KV memory that was given: engines then ask nothing else. Raises DoesNotFit beyond the device."""
+    weights = max(stage_weights(model, query.scheme, query.tp, query.pp), key=lambda stage: stage.total).total
+    total = found.total_bytes or query.device.memory_bytes
+    missing = weights + found.kv_bytes - total
+    if missing > 0:
+        raise DoesNotFit(
+            f"{format_bytes(found.kv_bytes)} of KV and {format_bytes(weights)} of weights are more than the "
+            f"{format_bytes(total)} of {query.device.name}: {format_bytes(missing)} are missing; "
+            f"nearest that fits: --kv-memory {max(0, total - weights) >> 20}MiB",
+            missing,
+        )
+    term = Term("weights", Band.exactly(weights), "computed", f"spec.weights, {query.scheme}")
+    return replace(
+        found, terms=(term,), total_bytes=total, reasons=(*found.reasons, "KV memory as given: no overheads")
+    )
 
 
 def _of_allocation(found: Allocation, query: Query) -> Memory:

@@ -180,6 +180,8 @@ def answer(query: Query, workload: Workload | None = None) -> Plan:
     try:
         return Plan(evaluate(query), workload)
     except DoesNotFit as error:
+        if query.kv_memory_bytes is not None:
+            raise  # says itself how much would fit
         raise rescue(query, error) from error
 
 

@@ -11,7 +11,7 @@ from kvledger.spec.kv import FullKV
 from kvledger.spec.model import ModelSpec
 
 MOST_DEVICES = 1 << 16
-MOST_TOKENS = 1 << 40
+MOST_TOKENS = 1 << 40  # of anything that is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,10 @@ class Query:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "context", "output"):
             _at_least(1, name, getattr(self, name))
-        for name in ("batch", "block_size", "kv_memory_bytes", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("batch", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(1, name, getattr(self, name))
+        if self.kv_memory_bytes is not None and self.kv_memory_bytes < 1:
+            raise ConfigError(f"KV memory must be positive, got {self.kv_memory_bytes} bytes")
         _at_least(0, "prefix", self.prefix)
         if self.num_devices > MOST_DEVICES:
             raise ConfigError(f"TP × PP × DP = {self.num_devices:,} devices; at most {MOST_DEVICES:,} make sense")
@@ -165,3 +167,5 @@ def check_context(query: Query) -> tuple[str, ...]:
 def _at_least(low: int, name: str, value: int | None) -> None:
     if value is not None and value < low:
         raise ConfigError(f"{name} must be at least {low}, got {value:,}")
+    if value is not None and value > MOST_TOKENS:
+        raise ConfigError(f"{name} {str(value)[:24]} cannot be meant; at most {MOST_TOKENS:,}")

@@ -26,7 +26,7 @@ def recompute(
         raise ConfigError(f"prompt and output need at least 1 token, got {prompt} and {output}")
     n, m = Input("n", prompt, "tokens", "prompt"), Input("m", output, "tokens", "output")
     without = derive(
-        "forwards_without_cache", "", "m × n + m × (m − 1) ÷ 2", n, m, source=_SOURCE, label="forwards without a cache"
+        "forwards_without_cache", "", "m × n + m × (m − 1) // 2", n, m, source=_SOURCE, label="forwards without a cache"
     )
     with_cache = derive(
         "forwards_with_cache", "", "n + m" if as_lesson else "n + m − 1", n, m, source=_SOURCE,
