@@ -257,6 +257,27 @@ def test_text_part_of_a_multimodal_file_and_an_uncounted_tower():
     assert "not counted" in model.notes[-1]
 
 
+def test_llama4_may_list_its_layers_with_rope():
+    config = dict(catalogue.find("llama-4-scout").row.config)
+    config["text_config"] = config["text_config"] | {"no_rope_layers": [1, 0] * 24}
+    layers = model_from_config(config, "l", "l").layers
+    assert [x.cache.kind for x in layers] == ["chunked", "full"] * 24
+
+
+def test_a_text_part_may_leave_out_its_class_defaults():
+    llava = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}
+    assert model_from_config(llava, "l", "l").num_params == 6_738_415_616 + 2 * 64 * 4096
+
+
+def test_yarn_stretches_the_context():
+    config = dict(catalogue.find("qwen2.5-7b").row.config)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    model = model_from_config(config | {"rope_scaling": yarn}, "q", "q")
+    assert (model.trained_context, model.max_context) == (32768, 131072)
+    assert catalogue.model("deepseek-v3").max_context == 163840
+    assert catalogue.model("phi-3-mini-128k").trained_context == 4096
+
+
 def test_notes_and_schemes_come_from_the_file():
     assert catalogue.model("deepseek-v3").dtype == "fp8_block"
     assert catalogue.model("deepseek-v3").draft_layers == 1

@@ -40,6 +40,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "falcon": {"max_position_embeddings": 2048},
 }  # fmt: skip
 
+# The same for text parts of multimodal files, which leave out what equals their class's defaults.
+_NESTED_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
+
 # Text parts and re-issues that are built like a family under another name.
 _SAME_AS = {
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
@@ -83,7 +95,8 @@ def _text_part(whole: Fields, depth: int = 0) -> tuple[Fields, str]:
             if depth == _MAX_DEPTH:
                 raise whole.fail(section, f"is nested {depth} deep; a file has one text model")
             part, family = _text_part(inner.with_defaults({"model_type": whole.text("model_type")}), depth + 1)
-            return part.with_defaults(whole.only("tie_word_embeddings", "torch_dtype", "dtype")), family
+            shared = whole.only("tie_word_embeddings", "torch_dtype", "dtype")
+            return part.with_defaults({**_NESTED_DEFAULTS.get(family, {}), **shared}), family
     family = whole.text("model_type")
     if not family:
         raise whole.fail("model_type", "is missing; it says which family the model is of")
@@ -102,8 +115,7 @@ def _family(model_type: str) -> str | None:
 def _assemble(f: Fields, whole: Fields, family: str, body: Body, name: str, source: str) -> ModelSpec:
     tower, uncounted = vision_weights(whole, hidden_size(f))
     outer = [*body.outer, *tower]
-    rope = f.section("rope_scaling") or f.section("rope_parameters")
-    context = f.count(*_CONTEXT)
+    trained, context = _contexts(f)
     activation = _DTYPES.get(f.text("dtype", "torch_dtype"), "bf16")
     return ModelSpec(
         name=name,
@@ -117,13 +129,25 @@ def _assemble(f: Fields, whole: Fields, family: str, body: Body, name: str, sour
         head_params=sum(w.params for w in outer if w.part == "head"),
         other_params=sum(w.params for w in outer if w.part not in ("embedding", "head")),
         dtype=_weight_scheme(whole, activation),
-        trained_context=rope.maybe_count("original_max_position_embeddings") if rope else None,
+        trained_context=trained,
         draft_layers=body.draft_layers,
         source=source,
         notes=(*body.notes, uncounted) if uncounted else body.notes,
         activation_dtype=activation,
         outer_weights=tuple(outer),
     )
+
+
+def _contexts(f: Fields) -> tuple[int | None, int]:
+    """(context before rope scaling if the file says, context after it). YaRN stretches the former by its factor."""
+    rope = f.section("rope_scaling") or f.section("rope_parameters")
+    context, name = f.count(*_CONTEXT), "original_max_position_embeddings"
+    if rope is None:
+        return f.maybe_count(name), context
+    trained = rope.maybe_count(name) or f.maybe_count(name)
+    if trained and rope.text("rope_type", "type") == "yarn":
+        context = max(context, int(trained * rope.number_or(1.0, "factor")))
+    return trained, context
 
 
 def _weight_scheme(whole: Fields, activation: str) -> str:

@@ -66,11 +66,13 @@ def qk_norms(heads: parts.Heads, traits: Traits) -> Weights:
 def sliding_kind(f: Fields, traits: Traits) -> Callable[[int], str]:
     """Layer kind by index where the config lists none: sliding where it has a window and the family says so.
 
-    Llama 4 attends within chunks, but in each `no_rope_layer_interval`-th layer.
+    Llama 4 attends within chunks wherever it has rope: as listed, or in all but each `no_rope_layer_interval`-th layer.
     """
     slides, each = traits.window, f.count_or(0, "no_rope_layer_interval")
     if each and f.count_or(0, "attention_chunk_size"):
-        return lambda index: "full_attention" if (index + 1) % each == 0 else "chunked_attention"
+        listed = f.counts("no_rope_layers") or []  # 1: with rope
+        has_rope = [bool(x) for x in listed] or [True] * (each - 1) + [False]
+        return lambda index: "chunked_attention" if has_rope[index % len(has_rope)] else "full_attention"
     if slides is None or not f.has("sliding_window") or not f.count_or(0, "sliding_window"):
         return lambda index: "full_attention"
     return lambda index: "sliding_attention" if slides(f, index) else "full_attention"

@@ -51,7 +51,7 @@ def _cohere(f: Fields) -> Traits:
 
 def _cohere2(f: Fields) -> Traits:
     bias = f.flag("attention_bias")
-    slides = all_but_each(4, "sliding_window_pattern", "_sliding_window_pattern")
+    slides = all_but_each(4, "sliding_window_pattern", "_sliding_window_pattern", "layer_switch")
     return Traits(qkv_bias=bias, out_bias=bias, norms=1, tied=True, window=slides)
 
 

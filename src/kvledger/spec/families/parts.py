@@ -57,7 +57,7 @@ def num_layers(f: Fields) -> int:
 
 def hidden_size(f: Fields) -> int:
     """Channels of the residual stream."""
-    return f.count("hidden_size", "n_embd", "d_model", "dim", "model_dim")
+    return f.count("hidden_size", "n_embd", "n_embed", "d_model", "dim", "model_dim")
 
 
 def vocab_size(f: Fields) -> int:
