@@ -224,6 +224,10 @@ def dress(value: Number, unit: str) -> str:
     if unit == "×":
         return f"{value:,.4g}×"
     text = (
-        f"{value:,.0f}" if value == int(value) else f"{value:,.4g}" if abs(value) < 1000 else format_count(round(value))
+        f"{int(value):,}"
+        if value == int(value)
+        else f"{value:,.4g}"
+        if abs(value) < 1000
+        else format_count(round(value))
     )
     return f"{text} {unit[:-1] if value == 1 and unit in _COUNTED else unit}".rstrip()
