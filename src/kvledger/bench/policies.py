@@ -12,7 +12,7 @@ from typing import Any
 from kvledger.bench.common import simulated
 from kvledger.bench.engine import run_batch
 from kvledger.exec.simulated import StepTimer
-from kvledger.plan.pool import PoolPlan, plan_pool
+from kvledger.plan.pool import plan_pool
 from kvledger.plan.workload import Workload, find_workload
 from kvledger.simulate.replay import Arrival, Replay, poisson, replay
 from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -35,29 +35,42 @@ class PolicyRun:
     times: float
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is simulated: a model, the seconds of its steps, the memory for its KV, and the longest request."""
+
+    spec: ModelSpec
+    timer: StepTimer
+    kv_bytes: int
+    context: int = 2048
+    max_num_seqs: int = 256
+
+    def run(self, arrivals: Sequence[Arrival], block_size: int = 16, **sched: Any) -> Replay:
+        """The trace under one policy."""
+        cache = CacheConfig(block_size, prefix_caching=False)
+        chosen = SchedulerConfig(max_num_seqs=self.max_num_seqs, **sched)
+        pool = plan_pool(self.spec.kv_layout(block_size=block_size), self.kv_bytes)
+        config = EngineConfig(cache, chosen, max_model_len=min(self.context, self.spec.max_context))
+        return replay(simulated(self.spec, pool, self.timer, config), arrivals)
+
+
 def skewed_trace(
-    spec: ModelSpec, workload: Workload | None = None, count: int = 200, max_tokens: int = 1024, rate_per_s: float = 0.0
+    spec: ModelSpec, workload: Workload | None = None, count: int = 200, rate_per_s: float = 0.0, context: int = 2048
 ) -> tuple[Arrival, ...]:
-    """Requests with the lengths of a chat service (ShareGPT's means): most answers are short, some are long."""
-    lengths = workload or find_workload("sharegpt")
-    vocab, longest = spec.vocab_size, max(1, spec.max_context // 2 - 1)
-    return poisson(lengths, count, rate_per_s, max_tokens, max_prompt=min(1024, longest), vocab_size=vocab)
+    """Requests with the lengths of a chat service (ShareGPT's means): most answers are short, some are long.
+
+    Nobody says how long an answer will be, so what reserves must reserve the whole context.
+    """
+    half = context // 2 - 1
+    return poisson(
+        workload or find_workload("sharegpt"), count, rate_per_s, None, max_prompt=half, max_output=half,
+        vocab_size=spec.vocab_size,
+    )  # fmt: skip
 
 
-def compare_policies(
-    spec: ModelSpec, timer: StepTimer, kv_bytes: int, arrivals: Sequence[Arrival], block_size: int = 16
-) -> tuple[PolicyRun, ...]:
+def compare_policies(setup: Setup, arrivals: Sequence[Arrival]) -> tuple[PolicyRun, ...]:
     """The same arrivals on the same KV memory under each policy, in the simulator."""
-    pool = plan_pool(spec.kv_layout(block_size=block_size), kv_bytes)
-    runs: list[PolicyRun] = []
-    for name, options in POLICIES:
-        config = EngineConfig(
-            CacheConfig(block_size, prefix_caching=False), SchedulerConfig(max_num_seqs=256, **options)
-        )
-        result = replay(simulated(spec, pool, timer, config), arrivals)
-        first = runs[0].result.tokens_per_s if runs else result.tokens_per_s
-        runs.append(PolicyRun(name, result, result.tokens_per_s / first))
-    return tuple(runs)
+    return _beside_the_first([(name, setup.run(arrivals, **options)) for name, options in POLICIES])
 
 
 def measure_policies(
@@ -67,16 +80,19 @@ def measure_policies(
     from kvledger.build import build_engine
     from kvledger.llm import engine_config
 
-    runs: list[PolicyRun] = []
+    given = {"kv_memory": kv_memory, "max_model_len": context, "prefix_caching": False} | options
+    results = []
     for name, chosen in POLICIES:
-        given = {"kv_memory": kv_memory, "max_model_len": context, "prefix_caching": False, "max_num_seqs": 64}
-        loaded = build_engine(model, engine_config(**given, **chosen, **options))
+        loaded = build_engine(model, engine_config(**given, **chosen))
         run_batch(loaded, 2, 16, 2)
-        result = replay(loaded.engine, arrivals)
+        results.append((name, replay(loaded.engine, arrivals)))
         loaded.engine.close()
-        first = runs[0].result.tokens_per_s if runs else result.tokens_per_s
-        runs.append(PolicyRun(name, result, result.tokens_per_s / first))
-    return tuple(runs)
+    return _beside_the_first(results)
+
+
+def _beside_the_first(results: Sequence[tuple[str, Replay]]) -> tuple[PolicyRun, ...]:
+    first = results[0][1].tokens_per_s
+    return tuple(PolicyRun(name, result, result.tokens_per_s / first) for name, result in results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +104,7 @@ class BlockSizeRun:
 
 
 def sweep_block_sizes(
-    spec: ModelSpec,
-    timer: StepTimer,
-    kv_bytes: int,
-    arrivals: Sequence[Arrival],
-    sizes: Sequence[int] = (8, 16, 32, 64, 128, 256),
+    setup: Setup, arrivals: Sequence[Arrival], sizes: Sequence[int] = (8, 16, 32, 64, 128, 256)
 ) -> tuple[BlockSizeRun, ...]:
     """Larger blocks waste more of their last one, so fewer sequences run together."""
-    return tuple(
-        BlockSizeRun(size, compare_one(spec, timer, plan_pool(spec.kv_layout(block_size=size), kv_bytes), arrivals))
-        for size in sizes
-    )
-
-
-def compare_one(spec: ModelSpec, timer: StepTimer, pool: PoolPlan, arrivals: Sequence[Arrival]) -> Replay:
-    """The trace under continuous batching with chunked prefill."""
-    config = EngineConfig(CacheConfig(pool.layout.block_size, prefix_caching=False), SchedulerConfig(max_num_seqs=256))
-    return replay(simulated(spec, pool, timer, config), arrivals)
+    return tuple(BlockSizeRun(size, setup.run(arrivals, size)) for size in sizes)

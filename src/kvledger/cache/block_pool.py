@@ -19,6 +19,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.on_evict = on_evict
         self._refs = [0] * num_blocks
+        self._num_shared = 0
         self._is_cached = bytearray(num_blocks)
         self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is still in the CPU's caches
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -40,8 +41,8 @@ class BlockPool:
 
     @property
     def num_shared(self) -> int:
-        """Blocks with more than one holder. O(num_blocks): for reports."""
-        return sum(refs > 1 for refs in self._refs)
+        """Blocks with more than one holder."""
+        return self._num_shared
 
     def refs(self, block: int) -> int:
         """How many hold the block."""
@@ -66,11 +67,13 @@ class BlockPool:
         if not self._refs[block]:
             del self._idle[block]
         self._refs[block] += 1
+        self._num_shared += self._refs[block] == 2
 
     def release(self, block: int) -> None:
         """One holder fewer. With the last one the block becomes idle if cached (as the newest), else blank."""
         assert self._refs[block] > 0, f"block {block} has no holder"
         self._refs[block] -= 1
+        self._num_shared -= self._refs[block] == 1
         if self._refs[block]:
             return
         if self._is_cached[block]:
@@ -102,3 +105,4 @@ class BlockPool:
             assert is_free == (held[block] == 0), f"block {block}: free is {is_free} with {held[block]} holders"
             assert block not in blank or not self._is_cached[block], f"blank block {block} is marked cached"
         assert all(self._is_cached[block] for block in idle), "an idle block is not marked cached"
+        assert self._num_shared == sum(count > 1 for count in held.values()), "miscounted shared blocks"

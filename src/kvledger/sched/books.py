@@ -43,15 +43,21 @@ class Books:
     def of(plan: PoolPlan, pool: BlockPool, holders: Iterable[Sequence], num_reserved: int) -> Books:
         """Count. A shared block's tokens count once, as its places do."""
         size, groups = plan.layout.block_size, len(plan.layout.groups)
-        stored: dict[int, int] = {}
-        for seq in holders:
-            for table in seq.tables:
-                for index, block in enumerate(table):
-                    filled = min(size, max(0, seq.num_computed - index * size))
-                    stored[block] = max(stored.get(block, 0), filled)
-        stored.pop(-1, None)
+        is_simple = groups == 1 and not pool.num_shared and not plan.layout.groups[0].spec.first_kept(1 << 40)
+        stored = sum(s.num_computed for s in holders) if is_simple else _stored(holders, size) // groups
         return Books(
             plan.num_blocks, plan.layout.block_bytes, pool.num_used, num_reserved, pool.num_idle,
-            pool.num_free - pool.num_idle, pool.num_shared, (pool.num_used + num_reserved) * size // groups,
-            sum(stored.values()) // groups,
+            pool.num_free - pool.num_idle, pool.num_shared, (pool.num_used + num_reserved) * size // groups, stored,
         )  # fmt: skip
+
+
+def _stored(holders: Iterable[Sequence], block_size: int) -> int:
+    """Tokens in the blocks of all groups, each block counted once."""
+    stored: dict[int, int] = {}
+    for seq in holders:
+        for table in seq.tables:
+            for index, block in enumerate(table):
+                filled = min(block_size, max(0, seq.num_computed - index * block_size))
+                stored[block] = max(stored.get(block, 0), filled)
+    stored.pop(-1, None)
+    return sum(stored.values())

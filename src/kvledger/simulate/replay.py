@@ -33,15 +33,17 @@ def poisson(
     workload: Workload,
     count: int,
     rate_per_s: float,
-    max_tokens: int,
+    max_tokens: int | None,
     *,
     max_prompt: int,
+    max_output: int,
     vocab_size: int,
     seed: int = 0,
 ) -> tuple[Arrival, ...]:
     """`count` requests with exponential gaps (all at once where the rate is 0) and lengths drawn from the workload.
 
-    Prompts are cut to `max_prompt` tokens and outputs to `max_tokens`, which is all that the engine is told.
+    Prompts are cut to `max_prompt` tokens and outputs to `max_tokens` (None: `max_output`), which is all that the
+    engine is told.
     """
     rng, now, arrivals = Random(seed), 0.0, []
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -49,7 +51,7 @@ def poisson(
         now += rng.expovariate(rate_per_s) if rate_per_s else 0.0
         length = min(_draw(workload.prompt, rng), max_prompt)
         prompt = tuple(rng.randrange(vocab_size) for _ in range(length))
-        output = min(_draw(workload.output, rng), max_tokens)
+        output = min(_draw(workload.output, rng), max_tokens or max_output)
         arrivals.append(Arrival(now, Request(f"arrival-{index}", prompt, params), output))
     return tuple(arrivals)
 
