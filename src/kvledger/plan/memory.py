@@ -97,6 +97,8 @@ def _token_term(part: Part) -> tuple[str, list[Input]]:
     match part.spec:
         case FullKV() as spec:
             term, inputs = _head_term(part, spec)
+        case LatentKV() as spec if spec.ratio > 1:
+            term, inputs = _shared_row_term(part, spec)
         case LatentKV() as spec:
             term, inputs = _latent_term(part, spec)
         case _:
@@ -137,6 +139,17 @@ def _latent_term(part: Part, spec: LatentKV) -> tuple[str, list[Input]]:
     return f"({row} + i{tag})", [*inputs, part.input("i", spec.index_bytes, "B", "sparse-attention index key")]
 
 
+def _shared_row_term(part: Part, spec: LatentKV) -> tuple[str, list[Input]]:
+    """One row for several tokens: a token's share of it."""
+    row, inputs = _latent_term(part, spec)
+    ratio = part.input("q", spec.ratio, "tokens", "tokens that share a row")
+    if part.storage.span == 1:
+        return f"ceil({row} ÷ q{part.tag})", [*inputs, ratio]
+    span = spec.ratio * part.storage.span
+    share = cdiv(spec.tile_bytes(span, part.storage), span)
+    return f"k{part.tag}", [part.input("k", share, "B", f"{_LAYOUT}: rows and scales spread over {span} tokens")]
+
+
 def _request_term(part: Part, context: int) -> tuple[str, list[Input]]:
     tag = part.tag
     if isinstance(part.spec, StateKV):
@@ -145,12 +158,26 @@ def _request_term(part: Part, context: int) -> tuple[str, list[Input]]:
     if part.storage.key.residual or "column" in (part.storage.key.axis, part.storage.value.axis):
         total = sum(g.bytes_for(context) for g in part.groups)
         return f"K{tag}", [part.input("K", total, "B", f"{_LAYOUT}: scales by group of tokens, newest tokens in bf16")]
+    if isinstance(part.spec, LatentKV):
+        return _latent_rows_term(part, part.spec)
     term, inputs = _token_term(part)
     if isinstance(part.spec, WindowKV):
         return f"{term} × min(s, W{tag})", [*inputs, part.input("W", part.spec.window, "tokens", "sliding window")]
     if isinstance(part.spec, ChunkedKV):
         return f"{term} × min(s, C{tag})", [*inputs, part.input("C", part.spec.chunk, "tokens", "attention chunk")]
     return f"{term} × s", inputs
+
+
+def _latent_rows_term(part: Part, spec: LatentKV) -> tuple[str, list[Input]]:
+    tag, (row, inputs) = part.tag, _latent_term(part, spec)
+    inputs = [part.input("L", part.num_layers, "layers", "layers of this kind"), *inputs]
+    kept = f"min(s, W{tag})" if spec.window else "s"
+    if spec.window:
+        inputs.append(part.input("W", spec.window, "tokens", "latents kept"))
+    if spec.ratio > 1:
+        kept = f"ceil({kept} ÷ q{tag})"
+        inputs.append(part.input("q", spec.ratio, "tokens", "tokens that share a row"))
+    return f"L{tag} × {row} × {kept}", inputs
 
 
 def is_plain(kind: KVType) -> bool:

@@ -34,6 +34,11 @@ class CacheSpec:
         """`full`, `window`, `chunked`, `latent`, `state`."""
         raise NotImplementedError
 
+    @property
+    def span(self) -> int:
+        """Tokens that share a row: 1, but for compressed latents."""
+        return 1
+
     def tile_bytes(self, num_tokens: int, storage: KVStorage) -> int:
         """Bytes of `num_tokens` consecutive tokens of this layer."""
         raise NotImplementedError
@@ -147,6 +152,10 @@ class LatentKV(CacheSpec):
     @property
     def kind(self) -> str:
         return "latent"
+
+    @property
+    def span(self) -> int:
+        return self.ratio
 
     def tile_bytes(self, num_tokens: int, storage: KVStorage) -> int:
         rows = cdiv(num_tokens, self.ratio)
@@ -279,11 +288,10 @@ class KVLayout:
     def bytes_per_token(self) -> int:
         """Bytes that one more token stores while no window is full (the lesson's per-token figure).
 
-        Scales shared by a group of tokens are spread over the group.
+        Scales and rows shared by several tokens are spread over them.
         """
-        return sum(
-            len(g.layers) * cdiv(g.spec.tile_bytes(g.storage.span, g.storage), g.storage.span) for g in self.groups
-        )
+        spans = [(g, g.storage.span * g.spec.span) for g in self.groups]
+        return sum(len(g.layers) * cdiv(g.spec.tile_bytes(span, g.storage), span) for g, span in spans)
 
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes that one sequence of `num_tokens` stores, without block rounding."""
