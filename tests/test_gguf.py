@@ -289,8 +289,11 @@ def facts_of(arch, layers=8, **keys):
             "attention.head_count_kv": 2, "attention.key_length": 32, "attention.value_length": 32}  # fmt: skip
     metadata = {"general.architecture": arch, **{f"{arch}.{k}": v for k, v in {**base, **keys}.items()}}
     tensors = {"token_embd.weight": ((100, 64), "Q8_0", 6800), "output_norm.weight": ((64,), "F32", 256)}
-    tensors |= {f"blk.{i}.attn_q.weight": ((128, 64), "Q4_1", 5120) for i in range(layers)}
+    tensors |= {f"blk.{i}.ffn_up.weight": ((128, 64), "Q4_1", 5120) for i in range(layers)}
     return metadata, tensors
+
+
+MLA = {"attention.kv_lora_rank": 512, "rope.dimension_count": 64, "attention.key_length_mla": 192}
 
 
 def caches(arch, **keys):
@@ -299,7 +302,8 @@ def caches(arch, **keys):
 
 def test_counts_come_from_the_tensors():
     metadata, tensors = facts_of("llama", layers=2, expert_count=8, expert_used_count=2)
-    tensors |= {f"blk.{i}.ffn_{p}_exps.weight": ((8, 16, 64), "Q4_1", 5120) for i in range(2) for p in ("up", "down")}
+    tensors |= {f"blk.{i}.ffn_up_exps.weight": ((8, 16, 64), "Q4_1", 5120) for i in range(2)}
+    tensors |= {f"blk.{i}.ffn_down_exps.weight": ((8, 64, 16), "Q4_1", 5120) for i in range(2)}
     tensors["rope_freqs.weight"] = ((16,), "F32", 64)
     model = model_from_gguf(metadata, tensors)
     layer = model.layers[0]
@@ -324,7 +328,7 @@ def test_caches_by_architecture():
     pattern = {"attention.sliding_window": 512, "attention.sliding_window_pattern": [True, False] + [True] * 6}
     assert caches("gemma3", **pattern) == [window, full] + [window] * 6
     assert caches("llama4") == [ChunkedKV(2, 32, 32, 8192)] * 3 + [full] + [ChunkedKV(2, 32, 32, 8192)] * 3 + [full]
-    assert caches("deepseek2", **{"attention.kv_lora_rank": 512, "rope.dimension_count": 64}) == [LatentKV(512, 64)] * 8
+    assert caches("deepseek2", **MLA) == [LatentKV(512, 64)] * 8
     shared = {"attention.sliding_window": 512, "attention.shared_kv_layers": 2, "attention.key_length_swa": 16,
               "attention.value_length_swa": 16}  # fmt: skip
     assert caches("gemma4", **shared) == [WindowKV(2, 16, 16, 512)] * 5 + [full, None, None]
@@ -344,8 +348,7 @@ def test_states():
 
 
 def test_draft_layers_stay_outside():
-    model = model_from_gguf(*facts_of("deepseek2", layers=3, nextn_predict_layers=1,
-                                      **{"attention.kv_lora_rank": 512, "rope.dimension_count": 64}))  # fmt: skip
+    model = model_from_gguf(*facts_of("deepseek2", layers=3, nextn_predict_layers=1, **MLA))
     assert (model.num_layers, model.draft_layers) == (2, 1)
     assert "draft" in model.notes[0]
 
@@ -369,6 +372,26 @@ def test_metadata_that_cannot_be_meant(change, error, match):
     metadata = {k: v for k, v in {**metadata, **change}.items() if v is not None}
     with pytest.raises(error, match=match):
         model_from_gguf(metadata, tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"embedding_length": 64}, r"'token_embd\.weight' has shape \(4, 32\).*\(any, 64\)"),
+        ({"embedding_length": 2**31}, "token_embd"),
+        ({"attention.head_count": 4}, r"'blk\.0\.attn_k\.weight' has shape \(16, 32\).*\(8, 32\)"),
+        ({"attention.head_count_kv": [2]}, r"attn_k\.weight' has shape \(16, 32\).*\(32, 32\)"),
+        ({"attention.head_count_kv": 3}, "2 query heads of layer 0 do not share 3 KV heads evenly"),
+        ({"attention.key_length": 7, "rope.dimension_count": 6}, "attn_q"),
+        ({"rope.dimension_count": 3}, "rope.dimension_count' is 3; it must be even and at most 16"),
+        ({"rope.dimension_count": 10**6}, "at most 16"),
+    ],
+)
+def test_tensors_that_are_not_as_announced(tmp_path, change, match):
+    """What kernels would take on trust."""
+    file = open_gguf(model_file(tmp_path / "x.gguf"))
+    with pytest.raises(DamagedFile, match=match):
+        model_from_gguf({**file.metadata, **{f"llama.{k}": v for k, v in change.items()}}, file.facts)
 
 
 def test_every_rule_survives_missing_keys():

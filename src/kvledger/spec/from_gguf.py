@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 
 from kvledger.errors import DamagedFile, UnsupportedModel, nearest
+from kvledger.spec.gguf_shapes import check_shapes
 from kvledger.spec.kv import CacheSpec, ChunkedKV, FullKV, LatentKV, StateKV, WindowKV
 from kvledger.spec.model import Layer, ModelSpec
 
@@ -218,6 +219,7 @@ def model_from_gguf(
     missing = next((i for i in range(num_layers) if i not in by_layer), None)
     if num_layers < 1 or missing is not None:
         raise DamagedFile(f"{num_layers} layers announced, but layer {missing or 0} has no tensors")
+    check_shapes(facts, tensors, num_layers)
     rule = CACHE_RULES[facts.arch]
     embedding = outside.pop("token_embd.weight", None)
     if embedding is None:
