@@ -8,6 +8,7 @@ The folder holds vllm_kv_blocks.jsonl and engine_logs.jsonl. Nothing in the page
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvledger.errors import KvledgerError
 from kvledger.plan.profiles.overhead import FITTED, Constants
 from kvledger.plan.verify.cases import run_cases, summarise
 from kvledger.plan.verify.checks import Check, Verdict
+from kvledger.plan.verify.reconcile import reconcile, report_lines
 from kvledger.plan.verify.record import Record
 from kvledger.plan.verify.shapes import shape_of
 from kvledger.spec.weights import stage_weights
@@ -63,6 +65,7 @@ def page(folder: Path) -> Iterator[str]:
     yield from weights_part(logs)
     yield from constants_part(folder / "engine_logs.jsonl")
     yield from misses_part(logs)
+    yield from sample_part()
     yield FIELDS
 
 
@@ -183,6 +186,28 @@ def misses_part(verdicts: Sequence[Verdict]) -> Iterator[str]:
             if c.status in ("off", "explained"):
                 yield _miss(verdict, c)
     yield ""
+
+
+SAMPLE = """\
+Initializing a V1 LLM engine (v0.24.0) with config: model='Qwen/Qwen3.6-35B-A3B', kv_cache_dtype=fp8, max_seq_len=131072
+Chunked prefill is enabled with max_num_batched_tokens=8192.
+Available KV cache memory: 5.98 GiB
+GPU KV cache size: 567,978 tokens
+Maximum concurrency for 131,072 tokens per request: 4.33x
+"""
+
+
+def sample_part() -> Iterator[str]:
+    """A log and what `kvledger verify` says of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "server.log"
+        path.write_text(SAMPLE, encoding="utf-8")
+        said = "\n".join(report_lines(reconcile(path, None, None, None, None)))
+    yield f"## A log, reconciled\n\n`kvledger verify server.log` of\n\n```\n{SAMPLE}```\n\nsays\n\n```\n{said}\n```\n"
+    yield (
+        "`--model`, `--device` and `--tp` say what a log leaves out; `--metrics URL` reads a running server's "
+        "`cache_config_info` instead of a file.\n"
+    )
 
 
 def _miss(verdict: Verdict, c: Check) -> str:

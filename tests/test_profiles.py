@@ -85,6 +85,7 @@ def test_smaller_pages_get_more_tokens_per_block():
     [
         ("Qwen/Qwen3.6-27B", 2, "bf16", (0, 0), 784), ("Qwen/Qwen3.6-27B", 2, "fp8", (0, 0), 1568),
         ("Qwen/Qwen3.6-27B", 1, "bf16", (1, 1), 800), ("Qwen/Qwen3.6-35B-A3B", 1, "fp8", (0, 0), 2096),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", 2, "bf16", (0, 0), 960),
     ],
 )  # fmt: skip
 def test_attention_blocks_grow_until_they_cover_a_state(name, tp, kv_dtype, drafts, size):

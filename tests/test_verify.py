@@ -251,6 +251,24 @@ def test_states_and_derived_figures_are_named_and_inverted(tmp_path):
     assert any("299 blocks of 2096 tokens at 69 a request: fp8" in words for words in pool.implied)
 
 
+V0_LOG = """\
+INFO llm_engine.py:234] Initializing an LLM engine (v0.6.6) with config: model='meta-llama/Llama-3.1-8B-Instruct', \
+dtype=torch.bfloat16, max_seq_len=20000, tensor_parallel_size=1, kv_cache_dtype=auto
+INFO worker.py] the current vLLM instance can use total_gpu_memory (23.58GiB) x gpu_memory_utilization (0.90) = 21.22
+INFO worker.py:241] model weights take 14.99GiB; non_torch_memory takes 0.35GiB; PyTorch activation peak memory takes \
+2.07GiB; the rest of the memory reserved for KV Cache is 3.81GiB.
+INFO gpu_executor.py:76] # GPU blocks: 1952, # CPU blocks: 2048
+INFO gpu_executor.py:80] Maximum concurrency for 20000 tokens per request: 1.56x
+"""
+
+
+def test_an_old_log_is_checked_from_blocks_to_budget(tmp_path):
+    (pool,) = report_of(tmp_path, V0_LOG).pools
+    assert {c.name: c.status for c in pool.verdict.checks} == {
+        "num_blocks": "ok", "max_concurrency": "ok", "cpu_blocks": "ok", "available_gib": "ok",
+    }  # fmt: skip
+
+
 def test_ranks_that_differ_are_named(tmp_path):
     text = VLLM_LOG.replace("INFO GPU KV", "INFO (Worker_TP1) Available KV cache memory: 18.00 GiB\nINFO GPU KV")
     (pool,) = report_of(tmp_path, text).pools
@@ -262,6 +280,23 @@ def test_an_sglang_log_has_two_pools(tmp_path):
     assert {p.verdict.record.part: [c.status for c in p.verdict.checks] for p in report.pools} == {
         "window": ["ok", "ok"], "full": ["ok", "ok"],
     }  # fmt: skip
+
+
+STATE_LOG = """\
+[2025-11-01 TP0] server_args=ServerArgs(model_path='Qwen/Qwen3.5-9B', tp_size=2, mem_fraction_static=0.85)
+[2025-11-01 TP0] Mamba Cache is allocated. max_mamba_cache_size: 186, conv_state size: 0.10GB, ssm_state size: 4.38GB
+[2025-11-01 TP0] KV Cache is allocated. #tokens: 327310, K size: 2.50 GB, V size: 2.50 GB
+"""
+
+
+def test_a_pool_of_states_is_checked_and_tells_models_apart(tmp_path):
+    """KV alone fits Qwen 3.5 27B in fp8 just as well; the states do not."""
+    (pool,) = report_of(tmp_path, STATE_LOG).pools
+    assert [(c.name, c.status) for c in pool.verdict.checks] == [
+        ("key_mib", "ok"), ("value_mib", "ok"), ("state_gib", "ok"),
+    ]  # fmt: skip
+    (other,) = report_of(tmp_path, STATE_LOG.replace("9B", "27B").replace("=0.85", "=0.85, kv_cache_dtype='fp8'")).pools
+    assert [c.status for c in other.verdict.checks] == ["ok", "ok", "off"]
 
 
 def test_a_llama_cpp_log_has_two_caches(tmp_path):

@@ -16,6 +16,7 @@ from kvledger.spec.model import ModelSpec
 from kvledger.units import GIB
 
 Version = tuple[int, int, int]
+FITTED_DEVICES = ("h100",)  # most records are of these
 LARGE_DEVICE_BYTES = 70 * GIB  # from here on vLLM chooses larger batches (engine/arg_utils, 0.32)
 
 
@@ -41,7 +42,7 @@ FITTED = Constants()
 
 # What CUDA offers of what the driver reports (torch.cuda.mem_get_info against nvidia-smi), read from logs.
 _CUDA_TOTAL = {
-    "h100-sxm": 79.19, "h100-pcie": 79.19, "a100-80gb-sxm": 79.25, "a100-80gb": 79.25, "rtx-3090": 23.58,
+    "h100-sxm": 79.19, "h100-pcie": 79.19, "a100-80gb-sxm": 79.25, "a100-80gb-pcie": 79.25, "rtx-3090": 23.58,
     "rtx-4090": 23.52, "t4": 14.74, "l4": 22.17, "h200-sxm": 139.81, "rtx-pro-6000": 94.97,
 }  # fmt: skip
 _CUDA_SHARE = 0.994  # where no log was seen
@@ -84,11 +85,19 @@ def vllm_terms(
     c: Constants = FITTED,
 ) -> tuple[Term, ...]:
     """Activation, non-torch memory and (since 0.21) the estimate of CUDA graphs, per device."""
-    return (
+    terms = (
         activation_term(model, setup, version, batch, has_head, c),
         non_torch_term(device, setup, version, c),
         graph_term(model, setup, version, c),
     )
+    return terms if device.name.startswith(FITTED_DEVICES) else tuple(map(_wider, terms))
+
+
+def _wider(term: Term) -> Term:
+    """A term on a device of which there are few records or none: the band is half as wide again."""
+    low, mid, high = term.size.low, term.size.mid, term.size.high
+    size = Band(max(0, mid - 3 * (mid - low) // 2), mid, mid + 3 * (high - mid) // 2)
+    return Term(term.name, size, term.basis, f"{term.note}; fitted on another device")
 
 
 # ---------------------------------------------------------------------------------------------- activation

@@ -106,7 +106,7 @@ class VllmProfile:
         last = setup.pp - 1
         stages = [
             (w, *vllm_terms(model, device, setup, self._version, batch, i == last, self.constants))
-            for i, w in enumerate(stage_weights(model, setup))
+            for i, w in enumerate(stage_weights(model, setup, fp4_multiple=256))
         ]
         bands = [_left(budget, terms) for terms in stages]
         return budget, stages[min(range(len(bands)), key=lambda i: bands[i].mid)], bands

@@ -9,24 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvledger.errors import DoesNotFit, KvledgerError
+from kvledger.errors import KvledgerError
 from kvledger.plan.profiles.base import Allocation, Band, Setup, get_profile
 from kvledger.plan.profiles.overhead import cuda_bytes
 from kvledger.plan.profiles.sglang import key_bytes
-from kvledger.plan.profiles.vllm import VllmProfile, printed_tokens
-from kvledger.plan.profiles.vllm_groups import describe
+from kvledger.plan.profiles.vllm import NEWEST, VllmProfile, printed_tokens
+from kvledger.plan.profiles.vllm_groups import describe, shard_spec
 from kvledger.plan.verify import infer
 from kvledger.plan.verify.devices import device_of
 from kvledger.plan.verify.record import ROUNDING_GIB, Record
 from kvledger.plan.verify.shapes import Shape, shape_of
 from kvledger.spec.device import DeviceSpec
-from kvledger.spec.kv import LatentKV
+from kvledger.spec.kv import LatentKV, StateKV
 from kvledger.units import GIB, MIB
 
 Status = Literal["ok", "explained", "off", "skipped"]
 TOLERANCE = 0.01
 SWAP_BYTES = 4 * GIB  # vLLM's swap_space, from which `# CPU blocks` follows
 PLENTY = 1 << 44
+ERAS = ("0.7", "0.11", "0.19", NEWEST)  # a version of each way to profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,16 @@ def size_checks(record: Record, shape: Shape) -> list[Check]:
         if logged:
             rounding = (0.005 if record.engine == "llama.cpp" else 5.12) / logged  # MiB, or GiB with two decimals
             checks.append(compare(name, logged, ours, TOLERANCE + rounding))
-    return checks
+    return [*checks, *state_checks(record, shape)]
+
+
+def state_checks(record: Record, shape: Shape) -> list[Check]:
+    """GiB of SGLang's pool of states: one slot more than it counts."""
+    specs = [shard_spec(x.cache, record.tp) for x in shape.model.layers if isinstance(x.cache, StateKV)]
+    if not record.state_slots or not record.state_gib or not specs:
+        return []
+    size = (record.state_slots + 1) * sum(s.state_bytes for s in specs if isinstance(s, StateKV)) / GIB
+    return [compare("state_gib", record.state_gib, size, TOLERANCE + 0.01 / record.state_gib)]
 
 
 def _pool_mib(record: Record, shape: Shape) -> tuple[float, float]:
@@ -269,12 +279,11 @@ def _can_budget(record: Record, shape: Shape) -> bool:
 
 
 def budget_band(record: Record, shape: Shape, setup: Setup, device: DeviceSpec) -> Band:
-    """KV bytes of the first stage, which the log prints."""
-    profile = VllmProfile(record.version) if record.version else VllmProfile()
-    try:
-        return profile.budget(shape.model, device, setup)[0]
-    except DoesNotFit as error:
-        return Band.exactly(-error.missing_bytes)
+    """KV bytes of the first stage, which the log prints. Without a version the band spans those of all eras."""
+    if record.version is not None:
+        return VllmProfile(record.version).budget(shape.model, device, setup)[0]
+    bands = [VllmProfile(v).budget(shape.model, device, setup)[0] for v in ERAS]
+    return Band(min(b.low for b in bands), bands[-1].mid, max(b.high for b in bands))
 
 
 def contradicts(record: Record, device: DeviceSpec) -> str:

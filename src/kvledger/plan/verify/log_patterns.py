@@ -77,6 +77,8 @@ _VLLM = _compile(
     (r"max_num_batched_tokens['\"]?[=:]\s?" + _N, _set("max_num_batched_tokens", kind=whole)),
     (r"max_num_seqs['\"]?[=:]\s?" + _N, _set("max_num_seqs", kind=whole)),
     (r"gpu_memory_utilization['\"]?[=:]?\s?\(?(0?\.\d{1,6}|1\.0)", _set("memory_fraction", kind=number)),
+    (r"Desired GPU memory utilization is \((0?\.\d{1,6}|1\.0)", _set("memory_fraction", kind=number)),
+    (r"(?:Starting to load|Loading) model " + _NAME, _first("model")),
     (r"(?:[,{ ('\"]|^)block_size['\"]?[=:]\s?" + _N, _set("block_size", kind=whole)),
     (r"attention block size to " + _N + " tokens", _set("block_size", kind=whole)),
     (r"enable_prefix_caching['\"]?[=:]\s?(True|False)", _set("prefix_caching", kind=lambda t: t == "True")),
@@ -118,6 +120,8 @@ _SGLANG = _compile(
     (r"max_total_num_tokens=" + _N, _set("max_total_tokens", kind=whole)),
     (r"full_layer_tokens=" + _N + r", swa_layer_tokens=" + _N, _set("full_tokens", "window_tokens", kind=whole)),
     (r"max_mamba_cache_size: " + _N, _set("state_slots", kind=whole)),
+    (r"conv_state size: " + _F + " ?GB", _set("conv_gib", kind=number)),
+    (r"ssm_state size: " + _F + " ?GB", _set("ssm_gib", kind=number)),
     (r"speculative_algorithm='(EAGLE3?|NEXTN|STANDALONE)", _set("speculative")),
 )  # fmt: skip
 _TRT = _compile(
@@ -168,7 +172,7 @@ WORDS = {
     "vllm": ("vllm", "vLLM", "LLM engine", "args", "model", "Model", "GiB", "GB", "blocks", "KV cache", "concurrency",
              "padding layers", "mamba page", "block size", "max_num", "max_seq_len", "max_model_len"),
     "sglang": ("sglang", "SGLang", "ServerArgs", "server_args", "Load weight", "KV Cache is allocated", "layer_tokens",
-               "max_total_num_tokens", "amba"),
+               "max_total_num_tokens", "amba", "ssm_state"),
     "tensorrt-llm": ("TensorRT-LLM", "TRT-LLM", "KV cache", "kv cache", "tokens per block", "max_seq_len", "model"),
     "llama.cpp": ("build", "general.", "print_info", "llm_load", "llama_", "n_ctx", "n_seq_max", "n_ubatch", "KV self"),
 }  # fmt: skip

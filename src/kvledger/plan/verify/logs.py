@@ -139,12 +139,24 @@ def _sglang_records(base: Record, lines: list[str], facts: Facts) -> tuple[Recor
             continue
         tokens = whole(match[1])
         key, value, both = (None if t is None else 1024 * number(t) for t in match.groups()[1:])
-        record = replace(base, kv_tokens=tokens, key_mib=key, value_mib=value, kv_mib=both)
+        record = replace(
+            base,
+            state_slots=facts.get("state_slots"),
+            state_gib=_states(facts),
+            kv_tokens=tokens,
+            key_mib=key,
+            value_mib=value,
+            kv_mib=both,
+        )
         if record not in found:
             found.append(record)
     if len(found) == 2 and "window_tokens" in facts:
         found = [replace(r, part="window" if r.kv_tokens == facts["window_tokens"] else "full") for r in found]
     return tuple(found) or (base,)
+
+
+def _states(facts: Facts) -> float | None:
+    return facts["ssm_gib"] + facts.get("conv_gib", 0.0) if "ssm_gib" in facts else None
 
 
 def _caches(lines: list[str], facts: Facts) -> Iterator[CacheLine]:

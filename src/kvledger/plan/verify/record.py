@@ -50,6 +50,8 @@ class Record:
     kv_mib: float | None = None
     key_mib: float | None = None
     value_mib: float | None = None
+    state_slots: int | None = None  # SGLang's pool of states
+    state_gib: float | None = None
     draft_layers: int = 0
     draft_tokens: int = 0
     prefix_caching: bool = True
@@ -127,6 +129,8 @@ def from_row(row: Mapping[str, Any]) -> Record:
         kv_mib=_number(row, "kv_size_mib_total"),
         key_mib=_number(row, "kv_size_mib_k"),
         value_mib=_number(row, "kv_size_mib_v"),
+        state_slots=_count(row, "mamba_slots"),
+        state_gib=_sum(row, "ssm_state_gb", "conv_state_gb"),
         draft_layers=draft,
         prefix_caching="prefix caching off" not in text,
         part="window" if "(SWA part" in model else "full" if "(full part" in model else "",
@@ -173,6 +177,12 @@ def _number(row: Mapping[str, Any], name: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
         raise ConfigError(f"{name} is {value!r}, which is not a number")
     return float(value)
+
+
+def _sum(row: Mapping[str, Any], *names: str) -> float | None:
+    """Sum of the fields, None where none is given."""
+    values = [v for v in (_number(row, name) for name in names) if v is not None]
+    return sum(values) if values else None
 
 
 def _count(row: Mapping[str, Any], name: str) -> int | None:
