@@ -105,9 +105,8 @@ def _without_shapes(model: ModelSpec, name: str) -> WeightBytes:
     bits = scheme_bits(name)
     whole = file_type(name) is not None or bits >= 16
     parts: dict[Part, int] = {
-        "mlp": int(layers * bits / 8),
         "embedding": int(ends * bits / 8) if whole else ends * rest,
-        "other": model.other_params * rest,
+        "other": int(layers * bits / 8) + model.other_params * rest,
     }
     note = "estimated: bits per weight × parameters, as the shapes are not known"
     return WeightBytes(name, sum(parts.values()), parts, True, note)
@@ -156,11 +155,7 @@ def _check_ranks(tp: int, pp: int, ep: int) -> None:
 
 def _outer_of(model: ModelSpec, first: bool, last: bool) -> list[Weight]:
     """What lies outside the layers on a stage."""
-    outer = []
-    for weight in model.outer_weights:
-        at_end = weight.part in ("head", "norm")
-        if (last if at_end else first) or (last and not first and weight.part == "bias"):
-            outer.append(weight)
+    outer = [w for w in model.outer_weights if (last if w.part in ("head", "norm", "bias") else first)]
     if last and not first and not model.head_params:
         outer += [w for w in model.outer_weights if w.part == "embedding"][:1]
     return outer
