@@ -10,8 +10,10 @@ from kvledger.plan.outcome import Outcome, engine_config, is_local
 
 VERSIONS = {"vllm": "0.32", "sglang": "0.5", "llama.cpp": "b6000", "kvledger": "0.1"}
 _VLLM_KV = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp8": "fp8", "fp8_e4m3": "fp8_e4m3",
-            "fp8_e5m2": "fp8_e5m2", "nvfp4": "nvfp4"}  # fmt: skip
-_SGLANG_KV = {"auto": "auto", "bf16": "bf16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+            "fp8_e5m2": "fp8_e5m2", "nvfp4": "nvfp4", "int8": "int8_per_token_head",
+            "int8_per_token_head": "int8_per_token_head", "int4_per_token_head": "int4_per_token_head"}  # fmt: skip
+_SGLANG_KV = {"auto": "auto", "bf16": "bf16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2",
+              "nvfp4": "fp4_e2m1"}  # fmt: skip
 _LLAMA_KV = {"auto": "f16", "bf16": "bf16", "fp16": "f16", "fp32": "f32", "int8": "q8_0", "fp8": "q8_0", "int4": "q4_0"}
 _VLLM_WEIGHTS = {"fp8": "fp8", "awq": "awq", "gptq": "gptq", "bnb4": "bitsandbytes", "mxfp4": "mxfp4"}
 Pair = tuple[str, object]
