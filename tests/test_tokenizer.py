@@ -181,3 +181,30 @@ def test_tokenizer_json(tokenizer_json):
 def test_damaged_tokenizer_json(text):
     with pytest.raises((DamagedFile, UnsupportedModel), match=r"tokenizer\.json"):
         Tokenizer.from_metadata({"tokenizer.huggingface.json": text})
+
+
+def test_tokenizer_json_of_a_sentencepiece_model(spaced):
+    """As transformers writes Llama 2's: the space in front by the normaliser, taken away by the decoder."""
+    from tokenizers import AddedToken, normalizers, processors
+
+    from kvledger.text.gguf_tokenizer import merges_by_score
+
+    ids = {name: i for i, name in enumerate(PIECES["tokens"])}
+    normal = [i for i, kind in enumerate(PIECES["token_type"]) if kind == 1]
+    merges = merges_by_score(PIECES["tokens"], PIECES["scores"], normal)
+    made = HubTokenizer(models.BPE(vocab=ids, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")])
+    made.add_tokens([AddedToken("<|user|>", normalized=False, special=False)])
+    keys = {"tokenizer.huggingface.json": made.to_str(), "tokenizer.ggml.bos_token_id": 1}
+    tokenizer = Tokenizer.from_metadata({**keys, "tokenizer.ggml.eos_token_id": [2]})
+    for text in TEXTS:
+        assert tokenizer.encode(text) == spaced.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == made.decode(made.encode(text).ids), text
+    assert tokenizer.encode("Hi", add_special=True)[0] == 1
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.pieces == spaced.pieces
