@@ -120,6 +120,14 @@ class ModelSpec:
         return tuple(seen.setdefault(layer, index) for index, layer in enumerate(self.layers))
 
     @cached_property
+    def distinct_layers(self) -> tuple[tuple[Layer, tuple[int, ...]], ...]:
+        """Layers that are equal, with their indices: most models have one to three kinds."""
+        kinds: dict[Layer, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            kinds.setdefault(layer, []).append(index)
+        return tuple((layer, tuple(indices)) for layer, indices in kinds.items())
+
+    @cached_property
     def num_params(self) -> int:
         """All weights."""
         return self.embedding_params + self.head_params + self.other_params + sum(x.params for x in self.layers)

@@ -6,12 +6,13 @@ only named, or where a model came without shapes. What stays unquantised is list
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvledger.errors import ConfigError
-from kvledger.spec.model import Layer, ModelSpec, Part, Weight, pipeline_stages
+from kvledger.spec.model import ModelSpec, Part, Weight, pipeline_stages
 from kvledger.spec.schemes import GGUF_PARTS, FileType, Scheme, file_type, ggml_bytes, scheme, scheme_bits
 
 __all__ = ["WeightBytes", "scheme_bits", "stage_weights", "weight_bytes", "weight_bytes_per_device"]
@@ -49,6 +50,12 @@ class _Counting:
         kind = self.plan.kind(weight, layer, self.model.num_layers, self.tied)
         return weight.count * ggml_bytes(kind, weight.rows, weight.cols)
 
+    def bytes_in(self, weight: Weight, layers: Sequence[int]) -> int:
+        """Bytes of the same weight in each of `layers`; only a GGUF mix tells layers apart."""
+        if isinstance(self.plan, Scheme):
+            return len(layers) * self.bytes_of(weight, 0)
+        return sum(self.bytes_of(weight, layer) for layer in layers)
+
 
 def _counting(model: ModelSpec, name: str) -> _Counting:
     rest, tied = _ACTIVATION_BYTES.get(model.activation_dtype, 2), model.head_params == 0
@@ -68,22 +75,19 @@ def weight_bytes(model: ModelSpec, scheme_name: str | None = None) -> WeightByte
     if not model.outer_weights:
         return _without_shapes(model, name)
     counting = _counting(model, name)
-    parts = _count(counting, enumerate(model.layers), model.outer_weights)
+    parts = _count(counting, range(model.num_layers), model.outer_weights)
     return _result(counting, name, parts)
 
 
 def _count(
-    counting: _Counting, layers: Iterable[tuple[int, Layer]], outer: Iterable[Weight], tp: int = 1, ep: int = 1
-) -> Counter[Part]:
-    """Bytes by part; biases count with norms as the small things beside the matrices."""
+    counting: _Counting, stage: range, outer: Iterable[Weight], tp: int = 1, ep: int = 1
+) -> Counter[Part]:  # fmt: skip
+    """Bytes by part of the layers of `stage` and the weights outside them."""
     parts: Counter[Part] = Counter()
-    counted: dict[int, list[tuple[Part, int]]] = {}  # layers repeat; only GGUF's mixes tell one from another
-    for index, layer in layers:
-        first = index if isinstance(counting.plan, FileType) else counting.model.first_equal[index]
-        if first not in counted:
-            counted[first] = [(w.part, counting.bytes_of(w.shard(tp, ep), index)) for w in layer.weights]
-        for part, size in counted[first]:
-            parts[part] += size
+    for layer, indices in counting.model.distinct_layers:
+        held = indices[bisect_left(indices, stage.start) : bisect_left(indices, stage.stop)]
+        for weight in layer.weights if held else ():
+            parts[weight.part] += counting.bytes_in(weight.shard(tp, ep), held)
     for weight in outer:
         parts[weight.part] += counting.bytes_of(weight.shard(tp, ep), 0)
     return parts
@@ -135,7 +139,7 @@ def stage_weights(
     found = []
     for index, stage in enumerate(stages):
         outer = _outer_of(model, index == 0, index == pp - 1)
-        parts = _count(counting, ((i, model.layers[i]) for i in stage), outer, tp, ep)
+        parts = _count(counting, stage, outer, tp, ep)
         found.append(_result(counting, name, parts))
     return tuple(found)
 
