@@ -29,43 +29,32 @@ from kvledger.server.served import Served
 from kvledger.server.state import Settings
 from kvledger.spec.config import SchedulerConfig
 from kvledger.spec.kv import FullKV, KVLayout, KVStorage
+from kvledger.text.pieces import byte_alphabet
 from kvledger.text.structured import GrammarCompiler
+from kvledger.text.tokenizer import Tokenizer
 
-EOS, START, END = 256, 257, 258
-VOCAB = 259
-NAMES = {EOS: b"<|endoftext|>", START: b"<|im_start|>", END: b"<|im_end|>"}
-
-
-class ByteTokenizer:
-    """A token is a byte, or one of three marks."""
-
-    eos_token_ids = (EOS, END)
-    special_ids = frozenset(NAMES)
-    bos_token_id = None
-    vocab_size = VOCAB
-
-    @property
-    def pieces(self) -> list[bytes]:
-        return [self.token_bytes(i) for i in range(VOCAB)]
-
-    def encode(self, text: str, add_special: bool = False, parse_special: bool = True) -> list[int]:
-        ids: list[int] = []
-        for part in re.split(r"(<\|endoftext\|>|<\|im_start\|>|<\|im_end\|>)", text):
-            marks = [i for i, name in NAMES.items() if name.decode() == part]
-            ids += marks or part.encode()
-        return ids
-
-    def decode(self, ids: Any, skip_special: bool = True) -> str:
-        return b"".join(self.token_bytes(i) for i in ids if not (skip_special and i > 255)).decode("utf-8", "replace")
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return NAMES[token_id] if token_id > 255 else bytes([token_id])
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id > 255
+MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+EOS = 256
+VOCAB = 256 + len(MARKS)
 
 
-TOKENIZER = ByteTokenizer()
+def byte_tokenizer() -> Tokenizer:
+    """Token i is byte i; three marks follow."""
+    names = {byte: chr(point) for point, byte in byte_alphabet().items()}
+    return Tokenizer.from_metadata(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "smollm",
+            "tokenizer.ggml.tokens": [*(names[byte] for byte in range(256)), *MARKS],
+            "tokenizer.ggml.token_type": [1] * 256 + [3] * len(MARKS),
+            "tokenizer.ggml.merges": [],
+            "tokenizer.ggml.eos_token_id": EOS,
+            "tokenizer.ggml.add_bos_token": False,
+        }
+    )
+
+
+TOKENIZER = byte_tokenizer()
 
 
 class Death(BaseException):
@@ -74,8 +63,10 @@ class Death(BaseException):
 
 @dataclass
 class Script:
-    """Reads its lines from the prompt: `say:TEXT` is answered TEXT, `count:N` N letters, `poison` raises,
-    `die` kills the engine; anything else is answered `Paris.`. A step takes `step_s`."""
+    """Reads its lines from the prompt: `say:TEXT` is answered TEXT, `count:N` its first letter N times.
+
+    `poison` raises, `die` kills the engine; anything else is answered `Paris.`. A step takes `step_s`.
+    """
 
     step_s: float = 0.0
     gate: threading.Event = field(default_factory=threading.Event)  # steps wait until it is set
@@ -86,7 +77,7 @@ class Script:
         if said:
             return said[-1].encode()
         counted = re.findall(r"count:(\d+)", prompt)
-        return b"a" * int(counted[-1]) if counted else b"Paris."
+        return prompt[:1].encode() * int(counted[-1]) if counted else b"Paris."
 
     def next_token(self, seq: Sequence) -> int:
         line, position = self.line(seq), seq.num_output_tokens
@@ -151,9 +142,9 @@ def scripted(script: Script, pool: PoolPlan, max_model_len: int = 512, **sched: 
             names=("script", "script-alias"),
             max_model_len=max_model_len,
             vocab_size=VOCAB,
-            tokenizer=TOKENIZER,  # type: ignore[arg-type]
+            tokenizer=TOKENIZER,
             render=render,
-            compile_constraint=GrammarCompiler(TOKENIZER).compile,  # type: ignore[arg-type]
+            compile_constraint=GrammarCompiler(TOKENIZER).compile,
             eos_token_ids=TOKENIZER.eos_token_ids,
             cache_info={"block_size": pool.layout.block_size, "num_gpu_blocks": pool.num_blocks},
         )
@@ -193,6 +184,24 @@ class Running:
         """The events of a stream, in order; `[DONE]` as text."""
         text = self.post(path, stream=True, **body).text
         return [read_event(e) for e in text.split("\n\n") if e.startswith(("data:", "event:"))]
+
+
+def at_once(served: Running, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    """All the completions asked for before the first step runs; the server must have been started with `wait=False`."""
+    link, answers = served.server.state.link, [httpx.Response(0)] * len(bodies)
+
+    def ask(i: int) -> None:
+        answers[i] = httpx.post(served.url + "/v1/completions", json=bodies[i], timeout=30)
+
+    until(lambda: link.state.value == "ready")
+    crowd = [threading.Thread(target=ask, args=(i,)) for i in range(len(bodies))]
+    for thread in crowd:
+        thread.start()
+    until(lambda: link.num_open == len(bodies))
+    served.script.gate.set()
+    for thread in crowd:
+        thread.join()
+    return answers
 
 
 def until(condition: Callable[[], object], seconds: float = 10.0) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from conftest import Running, Script, running, scripted, tiny_pool, until
+from conftest import Running, Script, at_once, running, scripted, tiny_pool, until
 from kvledger.errors import ConfigError
 from kvledger.server.app import make_app
 from kvledger.server.run import bind
@@ -185,22 +185,8 @@ def test_long_start_answers_health_with_a_reason():
 
 
 def test_engine_death_reaches_every_client_and_health():
-    script = Script()
-    with running(script, wait=False) as served:
-        answers = []
-
-        def ask(prompt: str) -> None:
-            answers.append(httpx.post(served.url + "/v1/completions", json={"prompt": prompt}, timeout=20))
-
-        crowd = [threading.Thread(target=ask, args=(p,)) for p in ["say:a", "say:b", "die"]]
-        until(lambda: served.server.state.link.state.value == "ready")
-        for thread in crowd:
-            thread.start()
-        until(lambda: served.server.state.link.num_open == 3)
-        time.sleep(0.1)
-        script.gate.set()
-        for thread in crowd:
-            thread.join()
+    with running(wait=False) as served:
+        answers = at_once(served, [{"prompt": prompt} for prompt in ("say:a", "say:b", "die")])
         assert [a.status_code for a in answers].count(503) >= 1
         assert all(a.status_code in (200, 503) for a in answers)
         dead = [a for a in answers if a.status_code == 503]
@@ -310,20 +296,9 @@ def test_request_that_outgrows_the_pool_ends_alone():
 
 
 def test_preemption_does_not_change_an_answer():
-    with running(Script(step_s=0.001), pool=tiny_pool(18), max_num_seqs=4) as served:
-        answers: dict[int, str] = {}
-
-        def ask(i: int) -> None:
-            body = {"prompt": f"{i} say:{chr(97 + i) * 60}", "max_tokens": 61}
-            reply = httpx.post(served.url + "/v1/completions", json=body, timeout=20)
-            answers[i] = reply.json()["choices"][0]["text"]
-
-        crowd = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
-        for thread in crowd:
-            thread.start()
-        for thread in crowd:
-            thread.join()
-        assert answers == {i: chr(97 + i) * 60 for i in range(6)}
+    with running(pool=tiny_pool(18), max_num_seqs=4, wait=False) as served:
+        answers = at_once(served, [{"prompt": f"{c} count:150", "max_tokens": 151} for c in "abcdef"])
+        assert [a.json()["choices"][0]["text"] for a in answers] == [c * 150 for c in "abcdef"]
         assert metric(served, "vllm:num_preemptions_total") > 0
         assert metric(served, "vllm:prefix_cache_hits_total") <= metric(served, "vllm:prefix_cache_queries_total")
         served.wait_idle()

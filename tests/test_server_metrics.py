@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conftest import Running, Script, running
+from conftest import Running, at_once, running, tiny_pool
 from kvledger.server.prometheus import COUNTERS, GAUGES, HISTOGRAMS, Histogram, token_edges
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -72,21 +72,9 @@ def test_one_request_is_counted_once_everywhere():
 
 def test_hits_do_not_include_recompute():
     """Preempted sequences find their own blocks again; that is no hit."""
-    import threading
-
-    import httpx
-
-    from conftest import tiny_pool
-
-    with running(Script(step_s=0.001), pool=tiny_pool(18), max_num_seqs=4) as served:
-        bodies = [{"prompt": f"{i} say:{chr(97 + i) * 60}", "max_tokens": 61} for i in range(6)]
-        crowd = [
-            threading.Thread(target=lambda b=b: httpx.post(served.url + "/v1/completions", json=b)) for b in bodies
-        ]
-        for thread in crowd:
-            thread.start()
-        for thread in crowd:
-            thread.join()
+    bodies = [{"prompt": f"{c} count:150", "max_tokens": 151} for c in "abcdef"]
+    with running(pool=tiny_pool(18), max_num_seqs=4, wait=False) as served:
+        at_once(served, bodies)
         served.wait_idle()
         assert value(served, "vllm:num_preemptions_total") > 0
         assert value(served, "vllm:prefix_cache_hits_total") == 0

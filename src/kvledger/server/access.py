@@ -43,8 +43,7 @@ class AccessLog:
 
     def _write(self, scope: Scope, status: int, seconds: float, note: dict[str, Any]) -> None:
         path = scope["path"] if scope["path"] in KNOWN_PATHS else "other"
-        if (metrics := self._state.metrics) is not None:
-            metrics.inc("kvledger:http_requests", 1, path, str(status))
+        self._state.count("kvledger:http_requests", path, str(status))
         if path in QUIET_PATHS and status in (200, 401, 503):
             return
         facts = answer_facts(note.pop("answer", None))

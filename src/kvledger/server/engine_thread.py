@@ -24,6 +24,7 @@ from kvledger.sched.sequence import Request
 from kvledger.server.errors import NotReady, QueueFull, RequestFailed
 
 T = TypeVar("T")
+TICK_S = 0.1  # between two looks at who has waited long enough
 IDLE_S = 0.02  # between two looks at work that cannot go on by itself
 MAX_DEATHS = 3  # restarts without a single finished request in between
 
@@ -47,33 +48,38 @@ class State(enum.Enum):
 
 
 class Mailbox:
-    """Where one HTTP request's events arrive. A failure is delivered after the events that came before it."""
+    """Where one HTTP request's events arrive. A failure is delivered after the events that came before it.
+
+    It has no timer of its own: the bridge looks at `wake_at_s` from time to time (`TICK_S`).
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_requests: int = 1) -> None:
         self._loop = loop
         self._num_unaccepted = num_requests
         self._events: list[Event] = []
         self._error: BaseException | None = None
-        self._waiter: asyncio.Future[bool] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.wake_at_s = 0.0
 
     def put(self, event: Event) -> None:
         self._events.append(event)
-        self._wake()
+        if self._waiter is not None:
+            self.wake()
 
     def fail(self, error: BaseException) -> None:
         self._error = self._error or error
-        self._wake()
+        self.wake()
 
     def accept(self) -> None:
         """The engine has admitted one of the requests to its queue."""
         self._num_unaccepted -= 1
-        self._wake()
+        self.wake()
 
     async def accepted(self, patience_s: float) -> bool:
         """Whether all requests are in the engine's queue, after at most `patience_s`. Raises what `fail` was given."""
-        while self._num_unaccepted > 0 and self._error is None:
-            if not await self._wait(patience_s):
-                break
+        until_s = self._loop.time() + patience_s
+        while self._num_unaccepted > 0 and self._error is None and self._loop.time() < until_s:
+            await self._wait(until_s)
         if self._error is not None:
             raise self._error
         return self._num_unaccepted <= 0
@@ -81,7 +87,7 @@ class Mailbox:
     async def take(self, patience_s: float) -> list[Event]:
         """Everything that has arrived; an empty list after `patience_s` of silence. Raises what `fail` was given."""
         if not self._events and self._error is None:
-            await self._wait(patience_s)
+            await self._wait(self._loop.time() + patience_s)
         if self._events:
             events, self._events = self._events, []
             return events
@@ -89,19 +95,19 @@ class Mailbox:
             raise self._error
         return []
 
-    async def _wait(self, patience_s: float) -> bool:
-        """Sleep until something arrives (True) or `patience_s` have passed (False)."""
+    async def _wait(self, until_s: float) -> None:
+        """Sleep until something arrives or the bridge finds that it is `until_s`."""
+        self.wake_at_s = until_s
         self._waiter = self._loop.create_future()
-        timer = self._loop.call_later(patience_s, self._wake, False)
         try:
-            return await self._waiter
+            await self._waiter
         finally:
-            timer.cancel()
             self._waiter = None
 
-    def _wake(self, has_arrived: bool = True) -> None:
+    def wake(self) -> None:
+        """End the wait, if there is one."""
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(has_arrived)
+            self._waiter.set_result(None)
 
 
 @dataclass(slots=True)
@@ -142,6 +148,7 @@ class EngineThread:
         self._stopping = False
         self.engine: Engine | None = None  # for reading single counters; everything else through `call`
         self._report: StepReport | None = None
+        self._ticker: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="kvledger-engine", daemon=True)
 
     # --- called from the event loop ---
@@ -150,6 +157,15 @@ class EngineThread:
         """Begin to load, in the background."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        self._tick()
+
+    def _tick(self) -> None:
+        """Wake those who have waited long enough: they look at their deadline, or break a silence."""
+        now_s = self._loop.time()
+        for entry in self._open.values():
+            if entry.mailbox.wake_at_s <= now_s:
+                entry.mailbox.wake()
+        self._ticker = self._loop.call_later(TICK_S, self._tick)
 
     @property
     def num_waiting(self) -> int:
@@ -208,6 +224,9 @@ class EngineThread:
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the thread after its current step. False when it did not end in time."""
         self._stopping = True
+        if self._ticker is None:
+            return True
+        self._ticker.cancel()
         self._commands.put(lambda engine: None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

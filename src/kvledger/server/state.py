@@ -101,6 +101,11 @@ class ServerState:
         self._observer.metrics.counters["kvledger:engine_restarts"][()] = float(self.link.num_restarts)
         return self._observer.metrics
 
+    def count(self, name: str, *labels: str) -> None:
+        """One more of something; nothing before the model is known."""
+        if self._observer is not None:
+            self._observer.metrics.inc(name, 1, *labels)
+
     @property
     def is_healthy(self) -> bool:
         return self.link.state is State.READY

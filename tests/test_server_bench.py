@@ -1,0 +1,77 @@
+"""The open-loop client: what it counts, on a server whose times are known."""
+
+import asyncio
+
+import pytest
+
+from conftest import Script, running, tiny_pool
+from kvledger.bench.serve import Slo, Target, drive, read_trace, summarise
+from kvledger.errors import ConfigError
+from kvledger.plan.workload import find_workload
+from kvledger.server.state import Settings
+from kvledger.simulate.replay import poisson
+
+
+def arrivals(count: int, rate: float, prompt_and_output: str = "20/10"):
+    workload = find_workload(prompt_and_output)
+    return poisson(workload, count, rate, 64, max_prompt=64, max_output=64, vocab_size=90, seed=3)
+
+
+def test_open_loop_keeps_its_times_and_sees_every_token():
+    with running(Script(step_s=0.005), pool=tiny_pool(512)) as served:
+        outcomes = asyncio.run(drive(Target.of(served.url), arrivals(30, 60.0)))
+        found = summarise(outcomes, Slo())
+    assert (found.num_sent, found.num_complete, found.num_refused, found.num_failed) == (30, 30, 0, 0)
+    assert found.num_output_tokens == 300
+    assert found.itl_s["p50"] >= 0.004
+    assert found.ttft_s["p50"] >= 0.005
+    assert found.seconds >= max(a.at_s for a in arrivals(30, 60.0))
+    assert found.goodput_per_s == pytest.approx(30 / found.seconds)
+
+
+def test_slow_requests_do_not_count_as_good():
+    with running(Script(step_s=0.02), pool=tiny_pool(512)) as served:
+        outcomes = asyncio.run(drive(Target.of(served.url), arrivals(5, 0.0)))
+    assert summarise(outcomes, Slo(tpot_s=0.001)).goodput_per_s == 0
+    assert summarise(outcomes, Slo(tpot_s=10, ttft_s=10, e2e_s=10)).goodput_per_s > 0
+
+
+def test_refusals_are_counted_and_none_is_lost():
+    with running(Script(step_s=0.002), Settings(quiet=True, max_queue=4, max_num_seqs=4), max_num_seqs=4) as served:
+        found = summarise(asyncio.run(drive(Target.of(served.url), arrivals(60, 0.0))), Slo())
+        served.wait_idle()
+    assert found.num_complete + found.num_refused == 60
+    assert found.num_failed == 0
+    assert found.num_complete >= 8
+    assert found.num_refused > 0
+
+
+def test_closed_loop_has_never_more_than_its_clients():
+    with running(Script(step_s=0.002), pool=tiny_pool(512)) as served:
+        outcomes = asyncio.run(drive(Target.of(served.url), arrivals(20, 0.0), concurrency=2))
+    assert summarise(outcomes, Slo()).num_complete == 20
+    for outcome in outcomes:
+        overlapping = [o for o in outcomes if o.due_s < outcome.due_s < o.end_s]
+        assert len(overlapping) <= 1
+
+
+def test_nobody_there():
+    found = summarise(asyncio.run(drive(Target("127.0.0.1", 9), arrivals(2, 0.0))), Slo())
+    assert (found.num_failed, found.num_complete) == (2, 0)
+    with pytest.raises(ConfigError):
+        Target.of("ftp://x")
+
+
+def test_trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.6805900,5000,9000\n"
+    )
+    first, second = read_trace(path, 10, 100, 1000, speed=2)
+    assert (first.at_s, second.at_s) == (0.0, pytest.approx(2.0))
+    assert (len(first.request.prompt_token_ids), first.num_output) == (374, 44)
+    assert len(second.request.prompt_token_ids) + second.num_output == 1000
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="TIMESTAMP"):
+        read_trace(path, 10, 100, 1000)
