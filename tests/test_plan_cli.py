@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +132,17 @@ def test_devices(run):
     assert len(json.loads(out)) >= 37
     _, out, err = run("devices", "local")
     assert "--measure" in out + err
+
+
+def test_a_measurement_becomes_the_local_device(run, monkeypatch):
+    found = {"threads": 2, "read_bytes_per_s": {1: 14e9, 2: 26e9}, "peak_ops_per_s": {"int8": 9e11, "fp32": 1e11}}
+    monkeypatch.setitem(sys.modules, "kvledger.kernels.ceilings", SimpleNamespace(measure_ceilings=lambda: found))
+    code, out, _ = run("devices", "--measure", "--json")
+    row = json.loads(out)[0]
+    assert (code, row["measured"], row["bandwidth_bytes_per_s"]) == (0, True, 26e9)
+    assert row["peak_flops"] == {"int8": 9e11, "fp32": 1e11}
+    _, out, _ = run("plan", "smollm2", "--json")
+    assert json.loads(out)["warnings"] == []
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llama.cpp"])

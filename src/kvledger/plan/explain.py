@@ -11,7 +11,7 @@ import ast
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -129,11 +129,6 @@ def derive(
     flat = tuple(i.as_input() if isinstance(i, Figure) else i for i in inputs)
     value = evaluate(formula, {i.name: i.value for i in flat})
     return Figure(name, value, unit, formula, flat, source, "derived", label, note)
-
-
-def relabel(figure: Figure, label: str) -> Figure:
-    """The same figure under another label."""
-    return replace(figure, label=label)
 
 
 # ---------------------------------------------------------------------------------------------- arithmetic in text
