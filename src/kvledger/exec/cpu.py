@@ -57,6 +57,7 @@ class CpuExecutor:
         self._pages = self._pool[: num_blocks * layout.block_bytes].reshape(layout.pool_shape(num_blocks))
         self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
         self._scratch = mm.aligned_empty(self._team.num_threads * self.model.scratch_bytes)
+        self._tier: dict[int, Array] = {}  # blocks swapped out, by place
         self._partials = np.empty(0, np.float32)
         self._ctx = np.zeros(64, np.int64)
         self._ctx[[mm.SCRATCH, mm.SCRATCH_BYTES, mm.NUM_THREADS]] = (
@@ -72,9 +73,9 @@ class CpuExecutor:
         return int(self._pages.nbytes)
 
     def run(self, step: Step) -> StepResult:
-        """Copies, then all chunks in one forward pass, then a sample per sampling chunk."""
+        """Tier moves and copies, then all chunks in one forward pass, then a sample per sampling chunk."""
         start = time.perf_counter()
-        self._copy_blocks(step)
+        self._move_blocks(step)
         samples: dict[int, Sample] = {}
         scores: dict[int, list[Sample]] = {}
         failed: dict[int, str] = {}
@@ -89,7 +90,7 @@ class CpuExecutor:
 
     def logits(self, step: Step) -> Array:
         """float32[rows, vocabulary] of every row that the step asks logits of, in order."""
-        self._copy_blocks(step)
+        self._move_blocks(step)
         blocks = [logits.copy() for _, logits in self._logit_blocks(step)]
         return np.concatenate(blocks) if blocks else np.empty((0, self.model.decoder.vocab), np.float32)
 
@@ -100,7 +101,11 @@ class CpuExecutor:
 
     # ------------------------------------------------------------------------------------------ inside
 
-    def _copy_blocks(self, step: Step) -> None:
+    def _move_blocks(self, step: Step) -> None:
+        for block, place in step.swaps_out:
+            self._tier[place] = self._pages[:, block].copy()
+        for place, block in step.swaps_in:
+            self._pages[:, block] = self._tier.pop(place)
         for source, destination in step.copies:
             self._pages[:, destination] = self._pages[:, source]
 

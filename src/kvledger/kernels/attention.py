@@ -137,11 +137,33 @@ scores8, scores4, scores1 = _scores_rows(8), _scores_rows(4), _scores_rows(1)
 mix4x4, mix4x1, mix1x4, mix1x1 = _mix_rows(4, 4), _mix_rows(4, 1), _mix_rows(1, 4), _mix_rows(1, 1)
 
 
+def _prefetch(e: Emit, address: Val, lines: Val) -> None:
+    with e.loop(lines) as i:
+        e.prefetch(address + i * 64, 0)
+
+
+prefetch = emitted(types.void, [types.int64] * 2, _prefetch)
+
+
 @inline
-def all_scores(q, ldq, rows, keys, first, tiles, dim, out):  # type: ignore[no-untyped-def]
+def ask_ahead(keys, values, first, t, tiles, dim):  # type: ignore[no-untyped-def]
+    """Few rows read keys and values once, at the memory's speed: ask for keys two tiles ahead, and for values now."""
+    lines = dim // 2
+    if t == first:
+        for i in range(first, min(first + 2, tiles)):
+            prefetch(simd.get_i64(keys + 8 * i), lines)
+    if t + 2 < tiles:
+        prefetch(simd.get_i64(keys + 8 * t + 16), lines)
+    prefetch(simd.get_i64(values + 8 * t), lines)
+
+
+@inline
+def all_scores(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
     """Scores of all rows against tiles [first, tiles) of a span."""
     for t in range(first, tiles):
         address = simd.get_i64(keys + 8 * t)
+        if rows <= SPLIT_ROWS:
+            ask_ahead(keys, values, first, t, tiles, dim)
         r = 0
         if HAS_AMX:
             while r < rows:
@@ -301,7 +323,7 @@ def _attention(op: int, ctx: int, thread: int) -> None:
                 base = pool + np.int64(simd.get_i32(blocks + at // block * 4)) * page + head * head_bytes
                 simd.put_i64(keys + 8 * t, base + at % block * dim * 2)
                 simd.put_i64(values + 8 * t, base + block * dim * 2 + at % block * dim * 2)
-            all_scores(qr, ldq, rows, keys, first, tiles, dim, scores)
+            all_scores(qr, ldq, rows, keys, values, first, tiles, dim, scores)
             for r in range(rows):
                 seen = position + (row0 + r) // ratio + 1
                 low = max(0, seen - window - start) if window > 0 else 0

@@ -23,12 +23,13 @@ _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA, _SYS_ARCH_PRCTL = 0x1023, 18, 158  # 
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A path. `vnni`: u8 × s8 dot products; `bf16`: bf16 dot products; `amx`: tiles of them."""
+    """A path. `vnni`: u8 × s8 dot products; `bf16`: bf16 dot products; `amx`: tiles of them; `half`: float16 loads."""
 
     name: str
     vnni: bool = False
     bf16: bool = False
     amx: bool = False
+    half: bool = True
     cpu: str | None = None  # what LLVM is told to compile for; None: this machine
 
 
@@ -49,7 +50,7 @@ def available() -> dict[str, Isa]:
         found.append(Isa("avx512", vnni=True, bf16=bf16))
     if "avx2" in has and "fma" in has:
         found.append(Isa("avx2", cpu="haswell"))
-    found.append(Isa("generic", cpu="x86-64-v2" if platform.machine() in ("x86_64", "AMD64") else None))
+    found.append(Isa("generic", half=False, cpu="x86-64-v2" if platform.machine() in ("x86_64", "AMD64") else None))
     return {isa.name: isa for isa in found}
 
 

@@ -171,8 +171,14 @@ class Emit:
 
     def load_f16(self, address: Val, offset: int = 0) -> Val:
         """16 half floats → float32."""
-        half = self.load(vec(F16), address, offset)
-        return Val(self, self.b.fpext(half.v, VF32))
+        if ISA.half:
+            return Val(self, self.b.fpext(self.load(vec(F16), address, offset).v, VF32))
+        return self.half_bits_to_f32(Val(self, self.b.zext(self.load(VI16, address, offset).v, VI32)))
+
+    def half_bits_to_f32(self, bits: Val) -> Val:
+        """Half floats in the low 16 bits of each lane → float32: move the fields, then put the exponent right."""
+        magnitude = self.bitcast((bits & 0x7FFF) << 13, VF32) * 2.0**112
+        return self.bitcast(self.bitcast(magnitude, VI32) | ((bits & 0x8000) << 16), VF32)
 
     def load_bf16(self, address: Val, offset: int = 0) -> Val:
         """16 bfloat16 → float32: their bits are the upper half."""
@@ -449,7 +455,10 @@ def float_bits(x: float) -> int:
 
 
 def _f16_to_f32(e: Emit, a: Val) -> Val:
-    return Val(e, e.b.fpext(e.load(F16, a).v, F32))
+    if ISA.half:
+        return Val(e, e.b.fpext(e.load(F16, a).v, F32))
+    bits = e.splat(Val(e, e.b.zext(e.load(I16, a).v, I32)))
+    return Val(e, e.b.extract_element(e.half_bits_to_f32(bits).v, ir.Constant(I32, 0)))
 
 
 get_f16 = emitted(_f, [_i], _f16_to_f32)

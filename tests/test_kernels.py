@@ -1,0 +1,258 @@
+"""Every kernel against its reference, on the path this process runs and, in processes of their own, on all others."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvledger.kernels import attention as att
+from kvledger.kernels import elementwise as ew
+from kvledger.kernels import isa
+from kvledger.kernels import matmul as mm
+from kvledger.kernels import matmul_amx as amx
+from kvledger.kernels import reference as ref
+from kvledger.kernels.team import Team, empty_program
+
+RNG = np.random.default_rng(7)
+MODES = [*(m for m in mm.TERM_BITS if m != "bf16"), *(["bf16"] if isa.ISA.amx else [])]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def team(request):
+    team = Team(request.param)
+    yield team
+    team.close()
+
+
+def run(team, ops, rows, scratch_bytes=1 << 20, **words):
+    """Run ops over `rows` rows; `words` are ctx words by name: arrays or numbers."""
+    scratch = mm.aligned_empty(scratch_bytes * team.num_threads)
+    ctx = np.zeros(64, np.int64)
+    ctx[[mm.ROWS, mm.SCRATCH, mm.SCRATCH_BYTES, mm.NUM_THREADS]] = (
+        rows, scratch.ctypes.data, scratch_bytes, team.num_threads)  # fmt: skip
+    for name, value in words.items():
+        index = getattr(att, name, None) or getattr(ew, name)
+        ctx[index] = value.ctypes.data if isinstance(value, np.ndarray) else value
+    team.run(empty_program(ops), ctx)
+
+
+def padded(rows, cols):
+    return np.zeros((-(-rows // 16) * 16, cols), np.float32)
+
+
+def random_matrix(rows, cols, bits, wide):
+    kind = np.float32 if wide else np.float16
+    level = RNG.integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
+    scale = (RNG.random((rows, cols // 32)) * 0.01 + 0.001).astype(kind).astype(np.float32)
+    minimum = (-scale * (1 << (bits - 1)) * RNG.random(scale.shape)).astype(kind).astype(np.float32)
+    return mm.pack(level, scale, minimum, bits), ref.dequantise(level, scale, minimum)
+
+
+def product(team, x, packed, mode, bias=None, into=None):
+    rows, cols = x.shape
+    acts = mm.Activations.empty(rows, cols)
+    y = padded(rows, packed.num_tiles * 16) if into is None else into
+    bias = np.zeros(y.shape[1], np.float32) if bias is None else bias
+    source = np.ascontiguousarray(x, np.float32)
+    if mode == "bf16":
+        op = amx.matmul(acts, packed, y.ctypes.data, y.shape[1] * 4, bias, add=into is not None)
+    else:
+        op = mm.matmul(acts, packed, y.ctypes.data, y.shape[1] * 4, mode, bias, add=into is not None)
+    run(team, [ew.quantise(source.ctypes.data, acts, mode), op], rows)
+    return y[:rows, : packed.rows]
+
+
+def rounded(x, mode):
+    """Activations as the kernel sees them."""
+    if mode == "bf16":
+        return ref.to_bf16(x)
+    level, scale = ref.quantise(x, mm.TERM_BITS[mode])
+    return (level.reshape(len(x), -1, 32) * scale[..., None]).reshape(x.shape)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("wide", [False, True])
+def test_product_is_the_reference_and_rows_do_not_matter(team, bits, wide, mode):
+    packed, w = random_matrix(56, 96, bits, wide)  # 56: the last tile is half empty, and tiles are odd in number
+    assert packed.wide == wide
+    x = RNG.standard_normal((37, 96)).astype(np.float32)
+    x[3] = 0  # a row without a scale
+    every = product(team, x, packed, mode)
+    expected = rounded(x, mode) @ w.T
+    tolerance = 4e-3 if mode == "bf16" else 2e-6  # bf16: the weights are rounded, too
+    assert np.abs(every - expected).max() <= tolerance * np.abs(expected).max()
+    for rows in (1, 2, 3, 5, 8, 16, 17, 33):
+        assert np.array_equal(product(team, x[:rows], packed, mode), every[:rows]), rows
+    assert np.array_equal(product(team, x[20:21], packed, mode), every[20:21])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_product_adds_to_what_is_there_and_takes_a_bias(team, mode):
+    packed, _ = random_matrix(32, 64, 4, False)
+    x, bias = RNG.standard_normal((5, 64)).astype(np.float32), RNG.standard_normal(32).astype(np.float32)
+    before = padded(5, 32)
+    before[:5] = RNG.standard_normal((5, 32))
+    start, plain = before[:5].copy(), product(team, x, packed, mode)
+    after = product(team, x, packed, mode, bias, into=before)
+    assert np.allclose(after, start + plain + bias, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "bf16"])
+def test_norm_and_quantise(team, mode):
+    x = RNG.standard_normal((19, 128)).astype(np.float32) * 3
+    weight = RNG.standard_normal(128).astype(np.float32)
+    acts = mm.Activations.empty(19, 128)
+    run(team, [ew.norm_quantise(x.ctypes.data, weight, acts, 1e-5, mode)], 19)
+    got, scale = unpacked(acts, 19, mode)
+    expected = ref.rms_norm(x, weight, 1e-5)
+    assert np.abs(got - expected).max() <= 0.51 * scale.max() + 1e-6
+
+
+def unpacked(acts, rows, mode):
+    """(values, scales) of quantised activations."""
+    terms = acts.values.view(np.int8).transpose(0, 2, 1, 3).reshape(-1, acts.cols // 32, 2, 32)[:rows].astype(np.int32)
+    level = (terms[:, :, 0] << mm.TERM_BITS[mode]) + terms[:, :, 1]
+    scale, total = (acts.scales[:, :, i].transpose(0, 2, 1).reshape(-1, acts.cols // 32)[:rows] for i in (0, 1))
+    assert np.allclose(total, scale * level.sum(-1), rtol=1e-6)
+    return (level * scale[..., None]).reshape(rows, -1), scale
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gate(team, activation):
+    x = RNG.standard_normal((9, 2 * 64)).astype(np.float32) * 4
+    acts = mm.Activations.empty(9, 64)
+    run(team, [ew.gate_quantise(x.ctypes.data, acts, "int8x2", activation)], 9)
+    got, scale = unpacked(acts, 9, "int8x2")
+    expected = getattr(ref, activation)(x[:, :64]) * x[:, 64:]
+    assert np.abs(got - expected).max() <= 0.51 * scale.max() + 1e-6
+
+
+@pytest.mark.parametrize(("bits", "wide"), [(4, False), (8, False), (8, True)])
+def test_embedding_is_exact(team, bits, wide):
+    packed, w = random_matrix(48, 64, bits, wide)
+    tokens, x = np.array([47, 0, 16, 3, 3], np.int32), padded(5, 64)
+    run(team, [ew.embed(packed, x.ctypes.data)], 5, TOKENS=tokens)
+    assert np.array_equal(x[:5], w[tokens])
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+def attend(team, qkv, shape, starts, angles, pool, num_blocks, tables, split=False):
+    """Write keys and values of `qkv` [rows, heads + 2 KV heads, dim] and attend. `starts`: (first row, position)."""
+    rows, max_rows = len(qkv), 64
+    q = np.zeros((shape.kv_heads * max_rows * shape.ratio + 16, shape.padded_dim), np.uint16)
+    out = np.zeros((rows, shape.heads, shape.dim), np.float32)
+    source = np.ascontiguousarray(qkv, np.float32)
+    first = [a for a, _ in starts] + [rows]
+    segments = np.array([(a, first[i + 1] - a, p, 0) for i, (a, p) in enumerate(starts)], np.int64)
+    segment_of = np.repeat(np.arange(len(starts), dtype=np.int32), segments[:, 1])
+    positions = np.concatenate([p + np.arange(n, dtype=np.int32) for _, n, p, _ in segments.tolist()]).astype(np.int32)
+    units, merges, partials = [], [], 0
+    for i, (_, n, p, _) in enumerate(segments.tolist()):
+        spans = -(-(p + n) // att.SPAN)
+        for row in range(0, n * shape.ratio, att.SPLIT_ROWS if split else att.MAX_ROWS):
+            count = min(att.SPLIT_ROWS if split else att.MAX_ROWS, n * shape.ratio - row)
+            if split:
+                units += [(i, row, count, s, 1, partials + s) for s in range(spans)]
+                merges.append((i, row, count, partials, spans))
+                partials += spans
+            else:
+                units.append((i, row, count, 0, -(-(p + (row + count - 1) // shape.ratio + 1) // att.SPAN), -1))
+    held = np.zeros(max(1, partials) * shape.kv_heads * att.SPLIT_ROWS * (shape.dim + 16), np.float32)
+    units, merges = np.array(units, np.int64), np.array(merges, np.int64).reshape(-1, att.MERGE_WORDS)
+    ops = [
+        att.rope_write(shape, source.ctypes.data, q, angles, shape.dim**-0.5, max_rows),
+        *att.attention(shape, q, out.ctypes.data, max_rows),
+    ]
+    run(team, ops, rows, POSITIONS=positions, SEGMENT_OF=segment_of, TABLE_STRIDE=tables.shape[1], POOL=pool,
+        NUM_BLOCKS=num_blocks, TABLES=tables, SEGMENTS=segments, UNITS=units, NUM_UNITS=len(units), PARTIALS=held,
+        MERGES=merges, NUM_MERGES=len(merges))  # fmt: skip
+    return out
+
+
+def setting(heads=6, kv_heads=2, dim=64, block=16, tokens=300, window=0, cap=0.0):
+    page = kv_heads * block * dim * 4
+    num_blocks = 2 * -(-tokens // block) + 1
+    shape = att.AttentionShape(heads, kv_heads, dim, block, page, 0, 0, window, cap)
+    pool = mm.aligned_empty(num_blocks * page + (1 << 16))
+    pool[:] = 0
+    order = RNG.permutation(num_blocks).astype(np.int32)
+    half = num_blocks // 2
+    tables = np.stack([order[:half], order[half : 2 * half]])
+    turn = np.arange(tokens)[:, None] * 0.3 ** np.arange(dim // 2)
+    angles = np.concatenate([np.cos(turn), np.sin(turn)], axis=1).astype(np.float32)
+    qkv = RNG.standard_normal((tokens, heads + 2 * kv_heads, dim)).astype(np.float32)
+    return shape, pool, num_blocks, tables, angles, qkv
+
+
+def expected_attention(qkv, shape, angles):
+    q, k, v = np.split(qkv, [shape.heads, shape.heads + shape.kv_heads], axis=1)
+    q = ref.to_bf16(ref.rope(q, angles) * np.float32(shape.dim**-0.5))
+    return ref.attention(q, ref.to_bf16(ref.rope(k, angles)), ref.to_bf16(v), 0, shape.window, shape.cap)
+
+
+def in_chunks(team, sizes, shape, pool, num_blocks, tables, angles, qkv, **how):
+    outs, at = [], 0
+    while at < len(qkv):
+        n = min(sizes[len(outs) % len(sizes)], len(qkv) - at)
+        outs.append(attend(team, qkv[at : at + n], shape, [(0, at)], angles, pool, num_blocks, tables[:1], **how))
+        at += n
+    return np.concatenate(outs)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {}, {"dim": 80, "kv_heads": 1}, {"dim": 96, "block": 32}, {"dim": 128, "heads": 2}, {"dim": 256, "tokens": 70},
+        {"window": 40}, {"window": 256, "tokens": 600}, {"cap": 5.0}, {"block": 64}, {"block": 256}, {"block": 8},
+        {"dim": 16, "heads": 4},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_attention_is_the_reference_however_it_is_cut(team, case):
+    setup = setting(**case)
+    shape, angles, qkv = setup[0], setup[4], setup[5]
+    whole = in_chunks(team, [64], *setup)
+    expected = expected_attention(qkv, shape, angles)
+    assert np.abs(whole - expected).max() <= 0.03 * np.abs(expected).max()  # bf16 weights of the values
+    assert np.linalg.norm(whole - expected) <= 4e-3 * np.linalg.norm(expected)
+    for sizes in ([5, 1, 17],):
+        assert np.array_equal(in_chunks(team, sizes, *setup), whole)
+    assert np.array_equal(in_chunks(team, [1, 30], *setup, split=True), whole)
+
+
+def test_attention_beside_another_sequence(team):
+    shape, pool, num_blocks, tables, angles, qkv = setting(tokens=40)
+    alone = attend(team, qkv[:20], shape, [(0, 0)], angles, pool, num_blocks, tables)
+    both = attend(team, qkv[[*range(20, 40), *range(20)]], shape, [(0, 0), (20, 0)], angles, pool, num_blocks, tables[::-1].copy())
+    assert np.array_equal(both[20:], alone)
+
+
+def test_a_poisoned_block_does_not_poison_the_next_owner(team):
+    shape, pool, num_blocks, tables, angles, qkv = setting(tokens=20)
+    clean = attend(team, qkv[:17], shape, [(0, 0)], angles, pool, num_blocks, tables)
+    attend(team, np.full_like(qkv, np.nan), shape, [(0, 0)], angles, pool, num_blocks, tables)
+    again = attend(team, qkv[:17], shape, [(0, 0)], angles, pool, num_blocks, tables)
+    assert np.array_equal(again, clean)
+
+
+# ---------------------------------------------------------------------------------------------- paths
+
+
+def test_an_unknown_path_is_named():
+    code = "import kvledger.kernels.isa"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, isa.ENV: "mmx"}, capture_output=True, text=True)
+    assert f"{isa.ENV}=mmx: this CPU runs" in done.stderr
+
+
+@pytest.mark.parametrize("path", isa.available())
+def test_every_path_of_this_cpu(path):
+    if path == isa.ISA.name or os.environ.get(isa.ENV):
+        pytest.skip("this process runs it")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "not every_path", __file__]
+    done = subprocess.run(command, env={**os.environ, isa.ENV: path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
