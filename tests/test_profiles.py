@@ -346,3 +346,18 @@ def test_version_zero_eight_prints_blocks():
 
 def _fields(setup):
     return {name: getattr(setup, name) for name in setup.__slots__}
+
+
+def test_the_null_block_and_one_request_must_fit_or_vllm_refuses_to_start():
+    m = model("llama-3.1-8b")
+    setup = Setup(available_bytes=65 * 16 * 131072, max_model_len=1040, block_size=16)  # 65 blocks, 65 needed
+    ours = VllmProfile().allocate(m, None, setup)
+    assert ours.num_blocks == 65
+    assert any("needs 65 blocks of 64; --max-model-len 1024 would fit" in r for r in ours.reasons)
+    fits = VllmProfile().allocate(m, None, Setup(available_bytes=66 * 16 * 131072, max_model_len=1040, block_size=16))
+    assert not any("refuses" in r for r in fits.reasons)
+
+
+def test_published_mxfp4_experts_are_stored_padded_by_vllm():
+    ours = VllmProfile("0.19.0").allocate(model("gpt-oss-20b"), H100, Setup(memory_fraction=0.95, max_model_len=8192))
+    assert ours.weights_bytes / GIB == pytest.approx(13.64, rel=0.02)  # as logged; the file has 12.8

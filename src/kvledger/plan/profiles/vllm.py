@@ -74,7 +74,7 @@ class VllmProfile:
             raise _no_room(pool, available[rank], setup)
         concurrency = pool.concurrency(length)
         tokens = printed_tokens(pool, concurrency, length, version, setup.dcp)
-        reasons += rank_reasons(setup, rank, blocks) + padding_reasons(groups)
+        reasons += rank_reasons(setup, rank, blocks) + padding_reasons(groups) + start_reasons(pool, length)
         lines = printed_lines(available[rank].mid, pool, tokens, concurrency, length, version)
         total = cuda_bytes(device) if device else 0
         return Allocation(
@@ -229,6 +229,25 @@ def rank_reasons(setup: Setup, rank: int, blocks: Sequence[int]) -> list[str]:
     if setup.pp == 1 or len(set(blocks)) == 1:
         return []
     return [f"stage {rank} of {setup.pp} decides: the stages could hold {', '.join(f'{b:,}' for b in blocks)} blocks"]
+
+
+def start_reasons(pool: Pool, length: int) -> list[str]:
+    """Whether vLLM starts at all: one request of the full length must fit, beside the null block it keeps back."""
+    need, usable = pool.blocks_for(length), pool.num_blocks - 1
+    if need <= usable:
+        return []
+    fits = longest_length(pool, length)
+    hint = f"--max-model-len {fits} would" if fits else "not even one token does"
+    return [f"vLLM refuses to start: a request of {length:,} tokens needs {need:,} blocks of {usable:,}; {hint} fit"]
+
+
+def longest_length(pool: Pool, length: int) -> int:
+    """The longest request, up to `length`, that the pool holds beside the null block; 0 where none does."""
+    low, high = 0, length + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if pool.blocks_for(middle) <= pool.num_blocks - 1 else (low, middle)
+    return low
 
 
 def padding_reasons(groups: Sequence[BlockGroup]) -> list[str]:

@@ -174,12 +174,16 @@ def _bytes_on(group: BlockGroup, layers: range | None) -> int:
 
 
 def describe(group: BlockGroup) -> tuple[str, int]:
-    """vLLM's name of the group's spec and its number of layers, as `[["SlidingWindowSpec", 21], …]` in dumps."""
+    """vLLM's name of the group's spec and its number of layers, as `[["SlidingWindowSpec", 21], …]` in dumps.
+
+    The keys of a sparse-attention indexer are a layer of their own there.
+    """
     names = {
         "full": "FullAttentionSpec", "window": "SlidingWindowSpec", "chunked": "ChunkedLocalAttentionSpec",
         "latent": "MLAAttentionSpec", "state": "MambaSpec",
     }  # fmt: skip
-    return names[group.kind], group.num_layers
+    indexers = sum(len(p.layers) for p in group.parts if isinstance(p.spec, LatentKV) and p.spec.index_bytes)
+    return names[group.kind], group.num_layers + indexers
 
 
 def padding_layers(groups: Sequence[BlockGroup]) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvledger.errors import KvledgerError
 from kvledger.plan.verify.record import Record
-from kvledger.plan.verify.shapes import Shape
+from kvledger.plan.verify.shapes import Shape, without_indexer
 from kvledger.spec.kv import FullKV, LatentKV, StateKV, WindowKV
 from kvledger.spec.model import Layer
 from kvledger.units import GIB
@@ -78,8 +78,9 @@ def _caches(record: Record, shape: Shape) -> Iterator[Hypothesis]:
     yield "no state is kept for prefix caching", replace(record, prefix_caching=False), shape
     if any(isinstance(x.cache, LatentKV) for x in shape.model.layers):
         yield "MLA is off: keys and values of every head are kept", record, expanded(shape)
+        bare = replace(shape, model=without_indexer(shape.model))
         packed = replace(record, kv_dtype="fp8_ds_mla") if record.kv_dtype.startswith("fp8") else record
-        yield "the log leaves out the keys of the sparse-attention indexer", packed, without_indexer(shape)
+        yield "the log leaves out the keys of the sparse-attention indexer", packed, bare
 
 
 def expanded(shape: Shape) -> Shape:
@@ -98,16 +99,6 @@ def _heads(layer: Layer) -> int:
     """Query heads of an MLA layer: the absorbed scores run over latent and rope dimensions in each."""
     spec = layer.cache
     return layer.latent_score_dims // (spec.latent_dim + spec.rope_dim) if isinstance(spec, LatentKV) else 0
-
-
-def without_indexer(shape: Shape) -> Shape:
-    """The same latents without an indexer's keys."""
-
-    def bare(layer: Layer) -> Layer:
-        spec = layer.cache
-        return replace(layer, cache=replace(spec, index_bytes=0)) if isinstance(spec, LatentKV) else layer
-
-    return replace(shape, model=replace(shape.model, layers=tuple(map(bare, shape.model.layers))))
 
 
 def explain(record: Record, shape: Shape, checks: list[Check]) -> list[Check]:

@@ -43,6 +43,8 @@ def parse_metrics(text: str) -> Log:
     labels: Facts = dict(_LABEL.findall(info[1]))
     model = _MODEL.search(text)
     pool = sum(int(float(size)) for size in _POOL.findall(text))
+    if not pool and "kvledger:" in text:
+        pool = _count(labels, "kv_cache_memory_bytes") or 0
     engine = "kvledger" if pool else "vllm"
     record = Record(
         engine=engine,

@@ -38,6 +38,7 @@ def shape_of(record: Record) -> Shape:
         found = named(record.model)
         if _is_expanded(found, record):
             return from_formula(record.formula) or Shape(found, f"catalogue: {found.name}")
+        found = as_listed(found, record)
         model = _part(found, record.part or part_of(found, record))
         return Shape(model, f"catalogue: {found.name}", draft_layers=_beyond(found, record))
     except UnknownName:
@@ -56,6 +57,22 @@ def named(name: str) -> ModelSpec:
         if not rest or " " in maker:
             raise
         return catalogue.model(rest)
+
+
+def as_listed(model: ModelSpec, record: Record) -> ModelSpec:
+    """Without the indexer's keys where a row lists only the latents among its groups."""
+    listed = sum(count for _, count in record.groups)
+    latent = [x.cache for x in model.layers if isinstance(x.cache, LatentKV)]
+    if not any(s.index_bytes for s in latent) or listed != len(latent):
+        return model
+    return without_indexer(model)
+
+
+def without_indexer(model: ModelSpec) -> ModelSpec:
+    """The same latents without the keys of a sparse-attention indexer."""
+    bare = (replace(x, cache=replace(x.cache, index_bytes=0)) if isinstance(x.cache, LatentKV) else x
+            for x in model.layers)  # fmt: skip
+    return replace(model, layers=tuple(bare))
 
 
 def _is_expanded(model: ModelSpec, record: Record) -> bool:
