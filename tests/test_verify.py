@@ -449,8 +449,10 @@ def test_user_errors_are_one_line(capsys, tmp_path):
 
 
 def test_a_row_that_lists_no_indexer_is_counted_without():
-    specs = {"engine": "vllm 0.32.0", "model": "deepseek-ai/DeepSeek-V3.2", "tp": 8, "kv_cache_dtype": "bf16",
-             "block_size": 64, "available_kv_bytes": 20 * GIB, "max_model_len": 8192, "max_num_batched_tokens": 2048}  # fmt: skip
+    specs = {
+        "engine": "vllm 0.32.0", "model": "deepseek-ai/DeepSeek-V3.2", "tp": 8, "kv_cache_dtype": "bf16",
+        "block_size": 64, "available_kv_bytes": 20 * GIB, "max_model_len": 8192, "max_num_batched_tokens": 2048,
+    }  # fmt: skip
     for layers, page in ((61, 1152), (122, 1152 + 132)):
         row = {**specs, "groups": [["MLAAttentionSpec", layers]], "num_blocks": 20 * GIB // (61 * page * 64)}
         assert [c.status for c in check(from_row(row)).checks] == ["ok", "ok"]
