@@ -104,6 +104,9 @@ def test_find_in_words_json_and_page(run, tmp_path):
     found = json.loads(out)
     assert found["best"]["requests_at_context"] >= 16
     assert "Pareto front" in file.read_text(encoding="utf-8")
+    _, out, _ = run(*args, "--json", "--tp", "2", "--weights", "awq", "--kv-dtype", "fp8")
+    shapes = {(c["tp"], c["weights"], c["kv_dtype"]) for c in json.loads(out)["meeting"]}
+    assert shapes == {(2, "awq", "fp8")}
 
 
 @pytest.mark.parametrize("name", ["recompute", "bytes", "concurrency", "bandwidth", "compression", "allocation"])

@@ -39,6 +39,7 @@ def devices(
 
 
 def _measure() -> None:
+    """Keep what `measure_ceilings` finds: threads, bytes/s read by threads, operations/s by number type."""
     say("measuring this machine: half a minute, best with nothing else running")
     from kvledger.kernels.ceilings import measure_ceilings  # type: ignore[import-not-found,unused-ignore]
 

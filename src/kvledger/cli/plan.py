@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -61,7 +61,12 @@ def plan(
 ) -> None:
     """Will this model fit these devices, for how many requests, how fast, at what cost."""
     if find or target:
-        _find(model, target or "", find, devices, engine or "vllm", as_json, html)
+        if not find or not target:
+            raise ConfigError('--target and --find go together: --target "concurrency=64 context=8k tpot=50ms" --find')
+        only: dict[str, Any] = {name: (n,) for name, n in (("tp", tp), ("pp", pp), ("dp", dp)) if n > 1}
+        only |= {"weights": (weights,)} if weights else {}
+        only |= {"kv_dtypes": (kv_dtype.lower(),)} if kv_dtype != "auto" else {}
+        _find(model, target, devices, as_json, html, engine=engine or "vllm", efficiency=efficiency, **only)
         return
     query = o.query_of(
         model, device, tp=tp, pp=pp, dp=dp, dp_attention=dp_attention, context=context, output=output, prefix=prefix,
@@ -110,17 +115,13 @@ def _show(made: Plan, more: tuple[Ledger, ...], explain: bool) -> None:
         show_ledger(ledger, explain)
 
 
-def _find(
-    model: str, text: str, find: bool, devices: str | None, engine: str, as_json: bool, html: Path | None
-) -> None:
+def _find(model: str, text: str, devices: str | None, as_json: bool, html: Path | None, **only: Any) -> None:
     from kvledger.cli.plan_view import found_json, show_found
     from kvledger.models import resolve_model
     from kvledger.plan import search
 
-    if not find or not text:
-        raise ConfigError('--target and --find go together: --target "concurrency=64 context=8k tpot=50ms" --find')
     names = [name.strip() for name in devices.split(",") if name.strip()] if devices else []
-    found = search.find(resolve_model(model), search.Target.parse(text), names, engine=engine)
+    found = search.find(resolve_model(model), search.Target.parse(text), names, **only)
     if html is not None:
         from kvledger.plan.report import found_page
 

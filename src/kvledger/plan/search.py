@@ -113,6 +113,7 @@ def find(
     dp: Sequence[int] = DP,
     weights: Sequence[str | None] | None = None,
     kv_dtypes: Sequence[str] = KV_DTYPES,
+    efficiency: float = 1.0,
 ) -> Found:
     """Try every combination. Raises UnknownName for a device, ConfigError where nothing could be tried."""
     schemes = (
@@ -120,7 +121,11 @@ def find(
     )
     tried, seen = 0, list[Candidate]()
     shards = _Shards()
-    for base in _shapes(model, target, _devices(devices), engine, tp, pp, schemes, kv_dtypes):
+    first = make_query(
+        model, _devices(devices)[0], context=target.context, output=target.output, prefix=target.prefix, engine=engine,
+        efficiency=efficiency,
+    )  # fmt: skip
+    for base in _shapes(first, _devices(devices), tp, pp, schemes, kv_dtypes):
         tried += len(dp)
         seen += _replicas(base, target, dp, shards)
     if not tried:
@@ -137,13 +142,10 @@ def _devices(names: Sequence[str]) -> list[DeviceSpec]:
 
 
 def _shapes(
-    model: ModelSpec, target: Target, devices: Sequence[DeviceSpec], engine: str, tp: Sequence[int], pp: Sequence[int],
-    schemes: Sequence[str | None], kv_dtypes: Sequence[str],
+    first: Query, devices: Sequence[DeviceSpec], tp: Sequence[int], pp: Sequence[int], schemes: Sequence[str | None],
+    kv_dtypes: Sequence[str],
 ) -> Iterator[Query]:  # fmt: skip
-    """Replicas to try; a spread that the model's heads or layers do not allow is passed over."""
-    first = make_query(
-        model, devices[0], context=target.context, output=target.output, prefix=target.prefix, engine=engine
-    )
+    """Replicas to try: `first` on every device, spread and stored in every way."""
     for device in devices:
         for ranks in tp:
             for stages in pp:
