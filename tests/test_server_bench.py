@@ -42,7 +42,7 @@ def test_refusals_are_counted_and_none_is_lost():
         served.wait_idle()
     assert found.num_complete + found.num_refused == 60
     assert found.num_failed == 0
-    assert found.num_complete >= 8
+    assert found.num_complete >= 4
     assert found.num_refused > 0
 
 

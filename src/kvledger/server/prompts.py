@@ -18,7 +18,6 @@ from kvledger.server.tools import ToolPlan, auto_grammar, forced_schema, instruc
 from kvledger.spec.sampling import Constraint, SamplingParams
 
 MAX_SCHEMA_NODES, MAX_SCHEMA_DEPTH = 4096, 64
-MAX_GRAMMAR_CHARS = 65_536
 _BANNED = -100.0
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -244,7 +243,10 @@ def _tool_specs(plan: ToolPlan | None) -> list[ConstraintSpec]:
 
 
 def check_complexity(spec: ConstraintSpec) -> None:
-    """Raises BadRequest when a schema or grammar is larger than a server should compile for a stranger."""
+    """Raises BadRequest when a schema has more nodes or levels than a server should compile for a stranger.
+
+    Lengths of text, and what references expand to, are bounded where it is compiled.
+    """
     nodes, deepest, stack = 0, 0, [(spec.value, 1)]
     while stack:
         value, depth = stack.pop()
@@ -252,8 +254,6 @@ def check_complexity(spec: ConstraintSpec) -> None:
         if nodes > MAX_SCHEMA_NODES or deepest > MAX_SCHEMA_DEPTH:
             limits = f"at most {MAX_SCHEMA_NODES} nodes, {MAX_SCHEMA_DEPTH} levels deep"
             raise BadRequest(f"the {spec.kind} is too complex: {limits}", "response_format")
-        if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARS:
-            raise BadRequest(f"the {spec.kind} is longer than {MAX_GRAMMAR_CHARS} characters", "response_format")
         children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         stack += [(child, depth + 1) for child in children]
 
