@@ -46,14 +46,16 @@ class Match:
 # What may follow a base name, and the weight scheme it means (None: a fine-tune or a container of the same shape).
 _SUFFIXES: tuple[tuple[str, str | None], ...] = (
     (r"(?:i1-|ud-)?(q\d(?:-\d|-k(?:-[smlx]+)?)|iq\d-[a-z]+|tq\d-\d)", ""),  # a GGUF type: the scheme is its own name
-    (r"fp8(?:-(?:dynamic|block|static|kv|tensorwise))*", "fp8"),
+    (r"fp8-(?:dynamic|channel)", "fp8_channel"),
+    (r"fp8-block", "fp8_block"),
+    (r"fp8(?:-(?:static|kv|tensorwise))*", "fp8"),
     (r"nvfp4(?:a16)?|fp4", "nvfp4"),
     (r"mxfp4(?:-moe)?", "mxfp4"),
     (r"gptq-int8|gptq-8bit|int8|w8a8|w8a16|8bit|quantized\.w8a8|quantized\.w8a16", "int8"),
     (r"awq(?:-(?:int4|4bit|marlin))?", "awq"),
     (r"gptq(?:-(?:int4|4bit|marlin))?|w4a16|quantized\.w4a16", "gptq"),
     (r"(?:unsloth-)?bnb-4bit|nf4", "bnb4"),
-    (r"int4|4bit", "awq"),
+    (r"int4|4bit", "int4"),
     (r"bf16", "bf16"), (r"fp16|f16", "fp16"), (r"fp32|f32", "fp32"),
     (r"gguf|mlx|hf|instruct|it|chat|base|pt|thinking|reasoning|unsloth|qat|preview|sft|dpo|abliterated|heretic", None),
     (r"optimized|original|full|safetensors|latest|autoround|class", None),
