@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from kvledger.errors import DoesNotFit, KvledgerError
 from kvledger.plan.compression import LATENT, evidence_for
-from kvledger.plan.outcome import Outcome, evaluate, is_local
-from kvledger.plan.query import MOST_DEVICES, Query
+from kvledger.plan.outcome import Outcome, evaluate
+from kvledger.plan.query import MOST_DEVICES, Query, number_types
 from kvledger.spec.kv import CacheSpec, FullKV, KVStorage
 from kvledger.spec.weights import scheme_bits
 from kvledger.units import format_bytes
@@ -80,23 +80,18 @@ def _sharing(query: Query) -> Iterator[Change]:
 
 
 def _number_types(query: Query) -> Iterator[Change]:
-    bits = KVStorage.of("bf16" if query.kv_dtype == "auto" else query.kv_dtype).key.bits
-    if bits > 8:
-        kind = "int8" if is_local(query) else "fp8"
-        known = evidence_for(kind)[0]
+    bits, types = (
+        KVStorage.of("bf16" if query.kv_dtype == "auto" else query.kv_dtype).key.bits,
+        number_types(query.engine),
+    )
+    for kind in types.kv if bits > 8 else ():
+        known = (*evidence_for(kind), *evidence_for("int8"))[0]
         words = f"{known.finding} ({known.source})"
         yield Change(f"{kind} KV", f"--kv-dtype {kind}", QUALITY, words, replace(query, kv_dtype=kind))
-    if is_local(query):
-        return
-    for scheme, worse_than, words in WEIGHTS:
-        if scheme_bits(query.scheme) > worse_than:
+    for scheme in types.weights:
+        if scheme_bits(scheme) < 0.9 * scheme_bits(query.scheme):
+            words = "little quality" if scheme_bits(scheme) >= 8 else "some quality"
             yield Change(f"{scheme} weights", f"--weights {scheme}", QUALITY, words, replace(query, weights=scheme))
-
-
-WEIGHTS = (
-    ("fp8", 8, "little quality; fp8 units, or computed in 16 bits"),
-    ("awq", 4.5, "some quality; computed in 16 bits"),
-)
 
 
 def _devices(query: Query) -> Iterator[Change]:

@@ -90,6 +90,23 @@ class Query:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class NumberTypes:
+    """Smaller types that an engine offers, largest first."""
+
+    weights: tuple[str, ...]
+    kv: tuple[str, ...]
+
+
+_GPU_TYPES = NumberTypes(("fp8", "awq"), ("fp8",))
+_ENGINE_TYPES = {"llama.cpp": NumberTypes(("q8_0", "q4_k_m"), ("q8_0",)), "kvledger": NumberTypes((), ("int8",))}
+
+
+def number_types(engine: str) -> NumberTypes:
+    """What a lever or a search may try under `engine`."""
+    return _ENGINE_TYPES.get(engine, _GPU_TYPES)
+
+
 def check(query: Query) -> tuple[str, ...]:
     """Warnings about a query that can be answered. Raises ConfigError for one that cannot."""
     check_split(query.model, query.tp, query.pp)

@@ -14,7 +14,7 @@ from kvledger.data.devices import catalogue, find_device
 from kvledger.errors import ConfigError, KvledgerError
 from kvledger.plan.outcome import Outcome, evaluate, kv_dtype_of, memory_of, timing_of
 from kvledger.plan.planner import make_query
-from kvledger.plan.query import Query
+from kvledger.plan.query import Query, number_types
 from kvledger.plan.timing import rank_weights
 from kvledger.spec.device import DeviceSpec
 from kvledger.spec.kv import KVLayout
@@ -25,8 +25,6 @@ from kvledger.units import cdiv, parse_count, parse_seconds
 TP = (1, 2, 4, 8)
 PP = (1, 2, 4)
 DP = (1, 2, 4, 8, 16)
-WEIGHTS = ("fp8", "awq")
-KV_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +110,20 @@ def find(
     pp: Sequence[int] = PP,
     dp: Sequence[int] = DP,
     weights: Sequence[str | None] | None = None,
-    kv_dtypes: Sequence[str] = KV_DTYPES,
+    kv_dtypes: Sequence[str] | None = None,
     efficiency: float = 1.0,
 ) -> Found:
     """Try every combination. Raises UnknownName for a device, ConfigError where nothing could be tried."""
-    schemes = (
-        weights if weights is not None else (None, *(w for w in WEIGHTS if scheme_bits(w) < scheme_bits(model.dtype)))
-    )
+    types = number_types(engine)
+    smaller = [w for w in types.weights if scheme_bits(w) < 0.9 * scheme_bits(model.dtype)]
+    schemes, kinds = weights or (None, *smaller), kv_dtypes or ("auto", *types.kv)
     tried, seen = 0, list[Candidate]()
     shards = _Shards()
     first = make_query(
         model, _devices(devices)[0], context=target.context, output=target.output, prefix=target.prefix, engine=engine,
         efficiency=efficiency,
     )  # fmt: skip
-    for base in _shapes(first, _devices(devices), tp, pp, schemes, kv_dtypes):
+    for base in _shapes(first, _devices(devices), tp, pp, schemes, kinds):
         tried += len(dp)
         seen += _replicas(base, target, dp, shards)
     if not tried:
