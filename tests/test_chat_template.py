@@ -68,6 +68,29 @@ def test_tools_and_calls():
     assert own.render(USER, tools=[{}]) == "for tools"
 
 
+def test_arguments_as_text_where_a_template_joins_them():
+    source = "{% for c in messages[0].tool_calls %}{{ c.function.name + '|' + c.function.arguments }}{% endfor %}"
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert render(source, [{"role": "assistant", "tool_calls": [call]}]) == 'f|{"a": 1}'
+    with pytest.raises(BadRequest, match="refuses"):
+        render(source, [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}])
+
+
+def test_no_calls_is_no_key():
+    source = "{{ 'tool_calls' in messages[0] }}"
+    assert render(source, [{"role": "assistant", "content": "x", "tool_calls": None}]) == "False"
+    assert render(source, [{"role": "assistant", "content": "x", "tool_calls": []}]) == "False"
+
+
+def test_lists_that_grow_by_one():
+    """As Mistral's template gathers messages; not quadratic."""
+    grow = "{% for m in messages %}{% set ns.l = ns.l + [m] %}{% endfor %}"
+    source = "{% set ns = namespace(l=[]) %}" + grow + "{{ ns.l | length }}"
+    start = time.perf_counter()
+    assert render(source, USER * 3000) == "3000"
+    assert time.perf_counter() - start < 3
+
+
 def test_features_that_templates_use():
     assert render(
         "{% for x in [1,2,3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{{ loop.last }}{% endfor %}"

@@ -65,8 +65,17 @@ class ChatTemplate:
         from kvledger.text.template_sandbox import render_bounded
 
         template = self.tool_template if tools and self.tool_template else self.template
-        given = {**variables, **self.names, "messages": [plain_message(m) for m in messages]}
-        return render_bounded(template, {**given, "tools": tools, "add_generation_prompt": add_generation_prompt})
+        given = {**variables, **self.names, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        plain = [plain_message(m) for m in messages]
+        try:
+            return render_bounded(template, {**given, "messages": plain})
+        except BadRequest:
+            if not any("tool_calls" in m for m in plain):
+                raise
+            # some templates (DeepSeek's) put the arguments of calls into the text as they come, others take them apart
+            as_text = [m | {"tool_calls": n["tool_calls"]} if "tool_calls" in m else m
+                       for m, n in zip(plain, messages, strict=True)]  # fmt: skip
+            return render_bounded(template, {**given, "messages": as_text})
 
 
 def compile_template(
@@ -93,8 +102,10 @@ def plain_message(message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRequest("every message needs a role: system, user, assistant or tool", "messages")
     plain = {**message, "content": _flat_content(message.get("content"))}
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    calls = message.get("tool_calls")
+    if isinstance(calls, Sequence) and calls and not isinstance(calls, str):
+        return plain | {"tool_calls": [_plain_call(call) for call in calls]}
+    plain.pop("tool_calls", None)  # templates ask whether there are calls by asking for the key
     return plain
 
 
