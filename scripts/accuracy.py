@@ -172,7 +172,7 @@ def constants_part(path: Path) -> Iterator[str]:
         yield f"- {label}: {len(found)} records, mean {mean:.2f} %, worst {worst:.1f} %, {inside} inside the band"
     yield (
         "\nNot fitted to anything here, and so assumptions: CUDA graphs since 0.21 (the records print graphs that were "
-        "captured after the pool), non-torch memory of TP > 1 before 0.17, and every overhead of SGLang, llama.cpp "
+        "captured after the pool), non-torch memory of TP > 1 before 0.19, and every overhead of SGLang, llama.cpp "
         "and TensorRT-LLM. Most records are one sweep on one kind of device (H100); other devices rest on few.\n"
     )
 

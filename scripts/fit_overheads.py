@@ -85,7 +85,7 @@ def _fit_non_torch(samples: Sequence[Sample], c: Constants) -> Constants:
         return s.record.tp == 1 and s.record.pp == 1
 
     def many(s: Sample) -> bool:
-        return s.record.tp > 1 and s.device.memory_bytes >= LARGE_DEVICE_BYTES and s.version >= (0, 17, 0)
+        return s.record.tp > 1 and s.device.memory_bytes >= LARGE_DEVICE_BYTES and s.version >= (0, 19, 0)
 
     two = median(lambda s: many(s) and s.record.tp == 2, c.non_torch_many)
     four = median(lambda s: many(s) and s.record.tp == 4, two + 2 * c.non_torch_rank)

@@ -361,3 +361,22 @@ def test_the_null_block_and_one_request_must_fit_or_vllm_refuses_to_start():
 def test_published_mxfp4_experts_are_stored_padded_by_vllm():
     ours = VllmProfile("0.19.0").allocate(model("gpt-oss-20b"), H100, Setup(memory_fraction=0.95, max_model_len=8192))
     assert ours.weights_bytes / GIB == pytest.approx(13.64, rel=0.02)  # as logged; the file has 12.8
+
+
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "kvledger"])
+def test_every_model_of_the_catalogue_is_allocated_or_refused_in_words(engine):
+    """No model of 280 crashes a profile, and no pool exceeds its memory."""
+    from kvledger.data.catalogue import rows
+    from kvledger.errors import KvledgerError
+
+    device, done = find_device("b200"), 0
+    for row in rows():
+        try:
+            ours = get_profile(engine).allocate(model(row.id), device, Setup(tp=8, max_model_len=4096, draft_layers=1))
+        except KvledgerError:
+            continue
+        done += 1
+        assert ours.kv_bytes <= ours.available.mid, row.id
+        assert ours.available.low <= ours.available.mid <= ours.available.high
+        assert ours.concurrency(4096) == pytest.approx(ours.max_concurrency)
+    assert done > 200

@@ -31,7 +31,7 @@ class Constants:
     non_torch_one: float = 0.25 * GIB  # TP 1 since 0.17: context, cuBLAS workspaces
     non_torch_old: float = 0.14 * GIB  # TP 1 in V1 up to 0.16
     non_torch_v0: float = 0.35 * GIB  # TP 1 in V0
-    non_torch_many: float = 2.07 * GIB  # TP 2 on large NVLink devices since 0.17: NCCL, symmetric memory
+    non_torch_many: float = 2.07 * GIB  # TP 2 on large NVLink devices since 0.19: NCCL, symmetric memory
     non_torch_many_old: float = 0.55 * GIB  # TP 2 otherwise
     non_torch_rank: float = 0.04 * GIB  # each rank beyond the second
     graph_base: float = 0.45 * GIB
@@ -179,13 +179,23 @@ def non_torch_term(device: DeviceSpec, setup: Setup, version: Version, c: Consta
     if setup.tp == 1:
         eras = ((0, 8, 0), c.non_torch_v0), ((0, 17, 0), c.non_torch_old)
         mid = next((size for end, size in eras if version < end), c.non_torch_one)
-        note = "context and library workspaces"
-    else:
-        symmetric = device.memory_bytes >= LARGE_DEVICE_BYTES and version >= (0, 17, 0)
-        mid = (c.non_torch_many if symmetric else c.non_torch_many_old) + c.non_torch_rank * (setup.tp - 2)
-        note = f"with communication buffers of {setup.tp} ranks"
-    slack = 0.1 * GIB + 0.15 * mid
-    return Term("non_torch", Band(int(max(0, mid - slack)), int(mid), int(mid + slack)), "fitted", note)
+        return _around("non_torch", mid, mid, "context and library workspaces")
+    more = c.non_torch_rank * (setup.tp - 2)
+    few, many = c.non_torch_many_old + more, c.non_torch_many + more
+    note = f"with communication buffers of {setup.tp} ranks"
+    if device.memory_bytes < LARGE_DEVICE_BYTES or version < (0, 12, 0):
+        return _around("non_torch", few, few, note)
+    if version >= (0, 19, 0):
+        return _around("non_torch", many, many, note)
+    # between 0.11 (0.55 GiB) and 0.19 (2.07 GiB) no record says when they grew
+    return _around("non_torch", few, many, f"{note}; they grew in some release from 0.12 to 0.19")
+
+
+def _around(name: str, low: float, high: float, note: str) -> Term:
+    """From `low` to `high`, and a little more either way."""
+    slack_low, slack_high = (0.1 * GIB + 0.15 * x for x in (low, high))
+    size = Band(int(max(0, low - slack_low)), int((low + high) / 2), int(high + slack_high))
+    return Term(name, size, "fitted", note)
 
 
 def graph_term(model: ModelSpec, setup: Setup, version: Version, c: Constants = FITTED) -> Term:
