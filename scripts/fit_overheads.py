@@ -73,7 +73,19 @@ def fit(samples: Sequence[Sample]) -> Constants:
     if old:
         per_logit = [(_activation(s) - found.hidden_factor * _features(s)[1]) / _features(s)[0] for s in old]
         found = replace(found, logit_bytes_old=statistics.median(per_logit))
-    return _fit_non_torch(samples, found)
+    return _fit_non_torch(samples, _fit_graphs(samples, found))
+
+
+def _fit_graphs(samples: Sequence[Sample], c: Constants) -> Constants:
+    """Graphs as captured after the pool; since 0.21 the engine estimates the same beforehand."""
+    known = [s for s in samples if s.record.cuda_graph_gib]
+    if len(known) < 3:
+        return c
+    layers = [s.shape.model.num_layers / s.record.pp for s in known]
+    base, layer = _least_squares(
+        [(GIB, n * GIB) for n in layers], [(s.record.cuda_graph_gib or 0) * GIB for s in known]
+    )
+    return replace(c, graph_base=base * GIB, graph_layer=layer * GIB)
 
 
 def _fit_non_torch(samples: Sequence[Sample], c: Constants) -> Constants:
