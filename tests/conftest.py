@@ -24,6 +24,7 @@ from kvledger.plan.pool import PoolPlan
 from kvledger.sched.scheduler import Scheduler
 from kvledger.sched.sequence import Sequence
 from kvledger.sched.step import Sample, Step, StepResult
+from kvledger.server.ledger import live_books
 from kvledger.server.run import HttpServer, bind
 from kvledger.server.served import Served
 from kvledger.server.state import Settings
@@ -146,6 +147,7 @@ def scripted(script: Script, pool: PoolPlan, max_model_len: int = 512, **sched: 
             render=render,
             compile_constraint=GrammarCompiler(TOKENIZER).compile,
             eos_token_ids=TOKENIZER.eos_token_ids,
+            books=lambda engine: live_books("script", 1 << 20, engine),
             cache_info={"block_size": pool.layout.block_size, "num_gpu_blocks": pool.num_blocks},
         )
         return served, Engine(scheduler, ScriptedExecutor(pool, script))

@@ -1,10 +1,11 @@
 """The wire, byte by byte: shapes, order of events, fields that must be accepted, error bodies."""
 
 import json
+import threading
 
 import pytest
 
-from conftest import Running
+from conftest import Running, at_once, running, until
 
 ASK = [{"role": "user", "content": "say:hello"}]
 
@@ -345,3 +346,39 @@ def test_stream_events_are_json_lines(served: Running):
     text = served.post("/v1/chat/completions", messages=[{"role": "user", "content": "say:a\n\nb"}], stream=True).text
     found = [json.loads(p[6:]) for p in text.strip().split("\n\n")[:-1]]
     assert contents(found) == "a\n\nb"
+
+
+def test_page_is_served_whole_and_asks_nobody_else(served: Running):
+    page = served.http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "</html>" in page.text
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    assert page.text.count("</script>") == 1
+
+
+def test_ledger_adds_up(served: Running):
+    served.chat("say:something to keep")
+    served.wait_idle()
+    books = served.http.get("/ledger").json()
+    blocks, size = books["blocks"], books["bytes"]
+    assert blocks["used"] + blocks["cached"] + blocks["free"] == blocks["total"]
+    assert size["kv_used"] + size["kv_cached"] + size["kv_free"] == size["kv_pool"]
+    assert size["kv_pool"] == blocks["total"] * blocks["block_bytes"]
+    assert books["built"]["agrees"]
+    assert books["block_map"]["cells"].count("c") == blocks["cached"] > 0
+    assert books["requests"] == {"running": 0, "waiting": 0}
+
+
+def test_ledger_of_a_running_request():
+    with running(wait=False) as served:
+        at_once_thread = threading.Thread(target=at_once, args=(served, [{"prompt": "x" * 20 + "count:3"}]))
+        served.script.step_s = 0.05
+        at_once_thread.start()
+        until(lambda: served.server.state.link.num_open == 1)
+        until(lambda: served.http.get("/ledger").json()["requests"]["running"] == 1)
+        books = served.http.get("/ledger").json()
+        at_once_thread.join()
+    assert books["blocks"]["used"] == 2
+    assert 0 < books["waste"]["share"] < 1
+    assert books["block_map"]["cells"].count("u") == 2

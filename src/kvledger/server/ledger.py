@@ -5,10 +5,10 @@ Every figure is counted from the engine at the moment of asking, in the engine's
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-from kvledger.build import Loaded
 from kvledger.engine import Engine
 from kvledger.sched.books import Books
 from kvledger.sched.scheduler import Scheduler
@@ -18,14 +18,14 @@ CONTEXTS = (1024, 2048, 4096, 8192)
 MAX_CELLS = 2048  # of the block map; larger pools show several blocks in one cell
 
 
-def live_books(loaded: Loaded, weights_bytes: int, engine: Engine) -> dict[str, Any]:
+def live_books(model_name: str, weights_bytes: int, engine: Engine) -> dict[str, Any]:
     """The whole ledger. O(blocks)."""
     scheduler, executor = engine.scheduler, engine.executor
     books, plan = scheduler.books(), scheduler.plan
     planned = {"num_blocks": plan.num_blocks, "kv_bytes": plan.pool_bytes}
     built = {"num_blocks": executor.num_blocks, "kv_bytes": executor.kv_bytes}
     return {
-        "model": loaded.model.name,
+        "model": model_name,
         "bytes": _bytes(books, weights_bytes, executor.kv_bytes),
         "blocks": _blocks(books, plan.layout.block_size),
         "waste": {"share": books.waste, "bytes": _waste_bytes(books)},
@@ -89,6 +89,4 @@ def resident_bytes() -> int:
         fields = Path("/proc/self/statm").read_text().split()
     except OSError:
         return 0
-    import os
-
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")

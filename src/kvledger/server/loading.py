@@ -68,7 +68,7 @@ def describe(loaded: Loaded, names: tuple[str, ...], config: EngineConfig, defau
         knows_tools=knows_tools,
         defaults=defaults,
         cache_info=cache_info(loaded.pool, config),
-        books=lambda engine: live_books(loaded, weights_bytes, engine),
+        books=lambda engine: live_books(loaded.model.name, weights_bytes, engine),
     )
 
 

@@ -106,12 +106,18 @@ def auto_grammar(plan: ToolPlan) -> str:
     """Lark grammar of an answer that is either plain text or calls, each held to its function's schema."""
     most = MAX_CALLS if plan.parallel else 1
     return (
-        f"start: calls | TEXT | \n"
+        f"start: calls | TEXT\n"
         f"calls: call{{1,{most}}}\n"
         f'call: "{OPEN}" body "{CLOSE}"\n'
         f"body: %json {json.dumps(_any_call(plan))}\n"
-        "TEXT: /[^<](?s:.*)/\n"
+        f"TEXT: /{_not_beginning_with(OPEN)}/\n"
     )
+
+
+def _not_beginning_with(start: str) -> str:
+    """Regular expression of every text, the empty one too, that does not begin with `start`."""
+    ways = [f"{re.escape(start[:i])}([^{re.escape(start[i])}](?s:.*))?" for i in range(len(start))]
+    return "|".join(ways)
 
 
 @dataclass(frozen=True, slots=True)
