@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fit_overheads import errors, fit, left_out, load
+from fit_overheads import errors, fit, graph_error, left_out, load
 
 from kvledger.errors import KvledgerError
 from kvledger.plan.profiles.overhead import FITTED, Constants
@@ -170,9 +170,10 @@ def constants_part(path: Path) -> Iterator[str]:
         inside = sum(ok for _, ok in found)
         mean, worst = 100 * sum(sizes) / len(sizes), 100 * max(sizes)
         yield f"- {label}: {len(found)} records, mean {mean:.2f} %, worst {worst:.1f} %, {inside} inside the band"
+    graphs = 100 * graph_error(samples, FITTED)
     yield (
-        "\nCUDA graphs are fitted to those that 0.19 captured after the pool (mean error 15 %; mixtures of experts take "
-        "more); that the estimate taken off the budget since 0.21 is as large is an assumption. So are the non-torch "
+        f"\nCUDA graphs are fitted to those that 0.19 captured after the pool (mean error {graphs:.0f} %; mixtures of "
+        "experts take more); that the estimate taken off the budget since 0.21 is as large is an assumption. So are the non-torch "
         "memory of TP > 1 before 0.19 and every overhead of SGLang, llama.cpp and TensorRT-LLM. Most records are one "
         "sweep on one kind of device (H100): leaving a model out says little about other devices, so bands are half "
         "as wide again there.\n"

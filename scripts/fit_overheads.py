@@ -162,6 +162,15 @@ def errors(samples: Sequence[Sample], constants: Constants) -> list[tuple[float,
     return found
 
 
+def graph_error(samples: Sequence[Sample], c: Constants) -> float:
+    """Mean relative error of captured graphs."""
+    known = [(s, s.record.cuda_graph_gib) for s in samples if s.record.cuda_graph_gib]
+    sizes = [
+        (c.graph_base + c.graph_layer * s.shape.model.num_layers / s.record.pp) / GIB / logged for s, logged in known
+    ]
+    return statistics.mean(abs(size - 1) for size in sizes)
+
+
 def left_out(samples: Sequence[Sample]) -> list[tuple[float, bool]]:
     """The same with each model predicted by constants that never saw it."""
     found = []
