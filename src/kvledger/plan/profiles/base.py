@@ -7,6 +7,7 @@ byte formula of its own. Knows no log files and no workloads.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -82,6 +83,20 @@ class Term:
     size: Band
     basis: Basis
     note: str = ""
+
+
+def remaining(budget_bytes: int, terms: Iterable[Term]) -> Band:
+    """What `terms` leave of a budget: least where all of them are largest."""
+    sizes = [t.size for t in terms]
+    high, mid, low = sum(b.high for b in sizes), sum(b.mid for b in sizes), sum(b.low for b in sizes)
+    return Band(budget_bytes - high, budget_bytes - mid, budget_bytes - low)
+
+
+def required(device: DeviceSpec | None, example: str = "h100-sxm") -> DeviceSpec:
+    """`device`, which is needed where no KV memory is given. Raises ConfigError."""
+    if device is None:
+        raise ConfigError(f"a device or the available KV memory is needed; name one, for example {example}")
+    return device
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvledger.errors import ConfigError
 from kvledger.plan.pool import RUNTIME_BYTES, local_pool, weights_in_memory
-from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term
+from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term, required
 from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
 from kvledger.spec.device import DeviceSpec
 from kvledger.spec.model import ModelSpec
@@ -24,8 +24,8 @@ class KvledgerProfile:
         """See `Profile.allocate`."""
         if setup.tp > 1 or setup.pp > 1:
             raise ConfigError(f"kvledger runs on one machine: TP = {setup.tp}, PP = {setup.pp}; use 1 (or replicas)")
-        if device is None and setup.available_bytes is None:
-            raise ConfigError("a device or the available KV memory is needed; name one, for example local")
+        if setup.available_bytes is None:
+            required(device, "local")
         total = device.memory_bytes if device else 0
         length = setup.max_model_len or model.max_context
         plan = local_pool(model, _config(model, setup), total, total)

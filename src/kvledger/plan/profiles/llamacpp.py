@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvledger.errors import ConfigError, DoesNotFit
-from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term
+from kvledger.errors import DoesNotFit
+from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term, remaining, required
 from kvledger.plan.profiles.overhead import cuda_bytes, forward_bytes
 from kvledger.plan.profiles.sglang import key_bytes
 from kvledger.plan.profiles.vllm import draft_specs
@@ -108,8 +108,7 @@ def _budget(
 ) -> tuple[int, tuple[Term, ...], Band]:
     if setup.available_bytes is not None:
         return 0, (), Band.exactly(setup.available_bytes)
-    if device is None:
-        raise ConfigError("a device or the available KV memory is needed; name one, for example rtx-4090")
+    device = required(device, "rtx-4090")
     single = replace(setup, tp=1, pp=1)
     weights = stage_weights(model, single)[0]
     shared = Term("weights", Band(*(b // setup.tp for b in (weights.size.low, weights.size.mid, weights.size.high))),
@@ -123,8 +122,7 @@ def _budget(
     total = cuda_bytes(device)
     budget = int(total * setup.memory_fraction) if setup.memory_fraction else total - FIT_MARGIN
     terms = (shared, compute, context)
-    left = [budget - sum(getattr(t.size, end) for t in terms) for end in ("high", "mid", "low")]
-    return budget, terms, Band(*left)
+    return budget, terms, remaining(budget, terms)
 
 
 def _line(pool: Pool, sequences: int) -> str:

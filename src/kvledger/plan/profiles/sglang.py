@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvledger.errors import ConfigError, DoesNotFit
-from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term
+from kvledger.errors import DoesNotFit
+from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term, remaining, required
 from kvledger.plan.profiles.overhead import cuda_bytes
 from kvledger.plan.profiles.vllm import draft_specs, pipeline_stages, storage_of
 from kvledger.plan.profiles.vllm_groups import shard_spec, without_window
@@ -74,15 +74,14 @@ def static_fraction(device: DeviceSpec, setup: Setup) -> float:
 def _budget(model: ModelSpec, device: DeviceSpec | None, setup: Setup) -> tuple[int, tuple[Term, ...], Band]:
     if setup.available_bytes is not None:
         return 0, (), Band.exactly(setup.available_bytes)
-    if device is None:
-        raise ConfigError("a device or the available KV memory is needed; name one, for example h100-sxm")
+    device = required(device)
     total, fraction = cuda_bytes(device), static_fraction(device, setup)
     context = int((0.6 if setup.tp == 1 else 1.5) * GIB)
     runtime = Term("non_torch", Band(context // 2, context, 2 * context), "assumed", "context, NCCL and libraries")
     weights = max(stage_weights(model, setup), key=lambda t: t.size.mid)
     budget = int(total * fraction)
-    left = [budget - sum(getattr(t.size, end) for t in (weights, runtime)) for end in ("high", "mid", "low")]
-    return budget, (weights, runtime), Band(*left)
+    terms = (weights, runtime)
+    return budget, terms, remaining(budget, terms)
 
 
 def _layers(model: ModelSpec, setup: Setup) -> dict[str, list[LayerGroup]]:

@@ -8,8 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvledger.errors import ConfigError, DoesNotFit
-from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term, parse_version
+from kvledger.errors import DoesNotFit
+from kvledger.plan.profiles.base import (
+    Allocation,
+    Band,
+    BlockGroup,
+    Pool,
+    Setup,
+    Term,
+    parse_version,
+    remaining,
+    required,
+)
 from kvledger.plan.profiles.overhead import cuda_bytes, forward_bytes
 from kvledger.plan.profiles.vllm import draft_specs, pipeline_stages
 from kvledger.plan.profiles.vllm_groups import without_window
@@ -93,8 +103,7 @@ def _stage_groups(
 def _budget(model: ModelSpec, device: DeviceSpec | None, setup: Setup) -> tuple[int, tuple[Term, ...], Band]:
     if setup.available_bytes is not None:
         return 0, (), Band.exactly(setup.available_bytes)
-    if device is None:
-        raise ConfigError("a device or the available KV memory is needed; name one, for example h100-sxm")
+    device = required(device)
     total = cuda_bytes(device)
     weights = max(stage_weights(model, setup), key=lambda t: t.size.mid)
     peak = int(forward_bytes(model, setup.tp, setup.max_num_batched_tokens or MAX_TOKENS))
@@ -102,8 +111,8 @@ def _budget(model: ModelSpec, device: DeviceSpec | None, setup: Setup) -> tuple[
     context = int((0.7 if setup.tp == 1 else 1.7) * GIB)
     runtime = Term("non_torch", Band(context // 2, context, 2 * context), "assumed", "context, engine and NCCL buffers")
     terms, fraction = (weights, buffers, runtime), setup.memory_fraction or FREE_FRACTION
-    left = [int(fraction * (total - sum(getattr(t.size, end) for t in terms))) for end in ("high", "mid", "low")]
-    return total, terms, Band(*left)
+    free = remaining(total, terms)
+    return total, terms, Band(*(int(fraction * size) for size in (free.low, free.mid, free.high)))
 
 
 def _line(pool: Pool) -> str:

@@ -10,8 +10,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvledger.errors import ConfigError, DoesNotFit
-from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term, parse_version
+from kvledger.errors import DoesNotFit
+from kvledger.plan.profiles.base import (
+    Allocation,
+    Band,
+    BlockGroup,
+    Pool,
+    Setup,
+    Term,
+    parse_version,
+    remaining,
+    required,
+)
 from kvledger.plan.profiles.overhead import (
     FITTED,
     Batch,
@@ -99,8 +109,7 @@ class VllmProfile:
         """(share of the memory, terms of the fullest stage, KV bytes of every stage)."""
         if setup.available_bytes is not None:
             return 0, (), self._printed(model, device, setup, batch)
-        if device is None:
-            raise ConfigError("a device or the available KV memory is needed; name one, for example h100-sxm")
+        device = required(device)
         fraction = setup.memory_fraction or (0.92 if self._version >= (0, 32, 0) else 0.90)
         budget = int(cuda_bytes(device) * fraction)
         last = setup.pp - 1
@@ -108,7 +117,7 @@ class VllmProfile:
             (w, *vllm_terms(model, device, setup, self._version, batch, i == last, self.constants))
             for i, w in enumerate(stage_weights(model, setup, fp4_multiple=256))
         ]
-        bands = [_left(budget, terms) for terms in stages]
+        bands = [remaining(budget, terms) for terms in stages]
         return budget, stages[min(range(len(bands)), key=lambda i: bands[i].mid)], bands
 
     def _printed(self, model: ModelSpec, device: DeviceSpec | None, setup: Setup, batch: Batch) -> list[Band]:
@@ -121,11 +130,6 @@ class VllmProfile:
             return [Band.exactly(given)] * setup.pp
         first, last = (activation_term(model, setup, self._version, batch, h).size.mid for h in (False, True))
         return [Band.exactly(given)] * (setup.pp - 1) + [Band.exactly(given - (last - first))]
-
-
-def _left(budget: int, terms: Sequence[Term]) -> Band:
-    taken = [sum(getattr(t.size, end) for t in terms) for end in ("high", "mid", "low")]
-    return Band(budget - taken[0], budget - taken[1], budget - taken[2])
 
 
 def _keeps(groups: Sequence[BlockGroup], stage: range) -> bool:
