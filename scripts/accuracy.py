@@ -173,10 +173,10 @@ def constants_part(path: Path) -> Iterator[str]:
     graphs = 100 * graph_error(samples, FITTED)
     yield (
         f"\nCUDA graphs are fitted to those that 0.19 captured after the pool (mean error {graphs:.0f} %; mixtures of "
-        "experts take more); that the estimate taken off the budget since 0.21 is as large is an assumption. So are "
-        "the non-torch memory of TP > 1 before 0.19 and every overhead of SGLang, llama.cpp and TensorRT-LLM. Most "
-        "records are one sweep on one kind of device (H100): leaving a model out says little about other devices, so bands "
-        "are half as wide again there.\n"
+        "experts take more). That the estimate taken off the budget since 0.21 is as large is an assumption; so are "
+        "the non-torch memory of TP > 1 before 0.19 and every overhead of SGLang, llama.cpp and TensorRT-LLM. "
+        "Most records are one sweep on one kind of device (H100): leaving a model out says little about other "
+        "devices, so bands are half as wide again there.\n"
     )
 
 
