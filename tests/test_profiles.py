@@ -380,3 +380,11 @@ def test_every_model_of_the_catalogue_is_allocated_or_refused_in_words(engine):
         assert ours.available.low <= ours.available.mid <= ours.available.high
         assert ours.concurrency(4096) == pytest.approx(ours.max_concurrency)
     assert done > 200
+
+
+def test_windows_hold_what_two_steps_in_flight_may_need_since_0_32():
+    m, setup = model("gemma-3-12b"), Setup(available_bytes=20 * GIB, max_model_len=32768, max_num_batched_tokens=2048)
+    old, new = (VllmProfile(v).allocate(m, None, setup) for v in ("0.31.0", "0.32.0"))
+    assert (old.pools[0].in_flight, new.pools[0].in_flight) == (2048, 4096)
+    assert any("2 steps of 2,048 tokens may be in flight" in r for r in new.reasons)
+    assert new.max_concurrency < old.max_concurrency

@@ -84,7 +84,8 @@ class VllmProfile:
             raise _no_room(pool, available[rank], setup)
         concurrency = pool.concurrency(length)
         tokens = printed_tokens(pool, concurrency, length, version, setup.dcp)
-        reasons += rank_reasons(setup, rank, blocks) + padding_reasons(groups) + start_reasons(pool, length)
+        reasons += rank_reasons(setup, rank, blocks) + padding_reasons(groups) + flight_reasons(pool, batch)
+        reasons += start_reasons(pool, length)
         lines = printed_lines(available[rank].mid, pool, tokens, concurrency, length, version)
         total = cuda_bytes(device) if device else 0
         return Allocation(
@@ -233,6 +234,15 @@ def rank_reasons(setup: Setup, rank: int, blocks: Sequence[int]) -> list[str]:
     if setup.pp == 1 or len(set(blocks)) == 1:
         return []
     return [f"stage {rank} of {setup.pp} decides: the stages could hold {', '.join(f'{b:,}' for b in blocks)} blocks"]
+
+
+def flight_reasons(pool: Pool, batch: Batch) -> list[str]:
+    """Windows and chunks keep what is not settled yet; with asynchronous scheduling that is more than one step."""
+    steps = pool.in_flight // batch.num_tokens
+    if steps < 2 or not any(g.kind in ("window", "chunked") for g in pool.groups):
+        return []
+    return [f"{steps} steps of {batch.num_tokens:,} tokens may be in flight (asynchronous scheduling, pipeline stages): "
+            "a request's windows hold blocks for all of them; a smaller --max-num-batched-tokens frees some"]  # fmt: skip
 
 
 def start_reasons(pool: Pool, length: int) -> list[str]:
