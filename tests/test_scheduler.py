@@ -366,15 +366,15 @@ def test_a_static_batch_comes_and_goes_as_one():
 
 
 def test_orca_reserves_the_maximum_and_continuous_does_not():
-    for policy, admitted in (("orca", 2), ("continuous", 5)):
+    for policy, admitted in (("orca", 2), ("continuous", 6)):
         scheduler = make_scheduler(16, policy=policy, max_num_batched_tokens=64, prefix=False)
         for i in range(6):
-            # at most 32 tokens: 8 blocks of 16; or a block, one for the next token and one to grow, each
+            # at most 32 tokens: 8 blocks of 16; or a block and one to grow, each
             scheduler.add(request(i, [i + 1] * 4, 28))
         step = scheduler.schedule()
         assert len(step.chunks) == admitted
         books = scheduler.books()
-        assert books.num_used + books.num_reserved == (16 if policy == "orca" else 5)
+        assert books.num_used + books.num_reserved == (16 if policy == "orca" else 6)
 
 
 def test_books_count_waste_and_sharing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from kvledger.build import assemble
@@ -16,6 +17,18 @@ from kvledger.spec.config import EngineConfig
 from kvledger.spec.model import ModelSpec
 from kvledger.spec.sampling import SamplingParams
 from kvledger.spec.step import StepShape
+
+
+def plain(value: Any) -> Any:
+    """Frozen results → JSON values: fields and properties of dataclasses, without the times of single requests."""
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in fields(value)] + [
+            name for name, kind in vars(type(value)).items() if isinstance(kind, property)
+        ]
+        return {name: plain(getattr(value, name)) for name in names if name != "requests"}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value
 
 
 class Instant:

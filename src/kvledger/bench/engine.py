@@ -14,6 +14,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from kvledger.bench.common import plain
 from kvledger.build import Loaded, Progress, build_engine
 from kvledger.data.devices import local_device
 from kvledger.engine import StepReport
@@ -52,6 +53,11 @@ class EngineBench:
     kv_pool_bytes: int
     waste: float
     num_decode_steps: int
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, and tokens per second."""
+        found: dict[str, Any] = plain(self)
+        return found
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -14,7 +14,6 @@ from kvledger.cache.prefix_cache import PrefixCache, PrefixMatch, extend_chain, 
 from kvledger.sched.policies import Policy
 from kvledger.sched.sequence import Sequence
 from kvledger.spec.config import SchedulerConfig
-from kvledger.units import cdiv
 
 
 class Admission:
@@ -29,9 +28,7 @@ class Admission:
         namespace: bytes = b"",
     ) -> None:
         self.ledger, self.prefix, self.policy, self.namespace = ledger, prefix, policy, namespace
-        self.budget = config.max_num_batched_tokens
-        growth = 0 if policy.reserves else cdiv(config.growth_tokens, ledger.block_size)
-        self._growth_blocks = growth * ledger.num_groups
+        self.budget, self.growth = config.max_num_batched_tokens, config.growth_tokens
 
     def fits(self, seq: Sequence, match: PrefixMatch, promised: int) -> bool:
         """Free blocks, less what is promised to others, cover the sequence and the choices yet to split off."""
@@ -45,9 +42,9 @@ class Admission:
 
     def promise(self, seq: Sequence) -> int:
         """Blocks that this running sequence may still take."""
-        target = self.policy.target(seq)
+        target = self.policy.target(seq, self.growth)
         more = self.ledger.still_needed(seq.tables, seq.num_computed, target, self._in_flight(seq))
-        return more + self._growth_blocks + self._forks(seq)
+        return more + self._forks(seq)
 
     def match(self, seq: Sequence) -> PrefixMatch:
         """What the prefix cache has of the sequence but for its last token, whose logits are needed to sample.

@@ -27,9 +27,9 @@ class Policy:
     chunks: bool  # a prompt may be spread over several steps
     refills: bool  # sequences join while others run, and leave as they end
 
-    def target(self, seq: Sequence) -> int:
-        """Tokens for which a sequence must be able to find room when it is admitted."""
-        return seq.max_total_tokens if self.reserves else min(seq.num_tokens + 1, seq.max_total_tokens)
+    def target(self, seq: Sequence, growth: int = 1) -> int:
+        """Tokens for which a sequence must be able to find room; `growth` more than it has, unless all is reserved."""
+        return seq.max_total_tokens if self.reserves else min(seq.num_tokens + growth, seq.max_total_tokens)
 
 
 POLICIES = {
