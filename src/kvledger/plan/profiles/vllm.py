@@ -241,8 +241,10 @@ def flight_reasons(pool: Pool, batch: Batch) -> list[str]:
     steps = pool.in_flight // batch.num_tokens
     if steps < 2 or not any(g.kind in ("window", "chunked") for g in pool.groups):
         return []
-    return [f"{steps} steps of {batch.num_tokens:,} tokens may be in flight (asynchronous scheduling, pipeline stages): "
-            "a request's windows hold blocks for all of them; a smaller --max-num-batched-tokens frees some"]  # fmt: skip
+    return [
+        f"{steps} steps of {batch.num_tokens:,} tokens may be in flight (asynchronous scheduling, stages): a request's "
+        "windows hold blocks for all of them; a smaller --max-num-batched-tokens frees some"
+    ]
 
 
 def start_reasons(pool: Pool, length: int) -> list[str]:
