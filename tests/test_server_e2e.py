@@ -135,3 +135,25 @@ def test_chat_remembers_and_ends_at_the_end_of_input(model: str):
         capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert "Paris" in done.stdout
+
+
+def test_beam_search_finds_what_the_library_finds(server):
+    """The best of four beams is at least as likely as greedy, and its blocks come back."""
+    url, _ = server
+    body = {"prompt": "The capital of France is", "max_tokens": 6, "use_beam_search": True, "n": 2, "best_of": 4}
+    answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert [c["index"] for c in choices] == [0, 1]
+    assert any("Paris" in c["text"] for c in choices)
+    assert choices[0]["text"] != choices[1]["text"]
+    refused = httpx.post(url + "/v1/completions", json={**body, "stream": True})
+    assert refused.status_code == 400
+    too_long = httpx.post(url + "/v1/completions", json={**body, "max_tokens": 100_000})
+    assert too_long.status_code == 400
+    end = time.monotonic() + 10
+    while httpx.get(url + "/ledger").json()["blocks"]["used"] and time.monotonic() < end:
+        time.sleep(0.02)
+    books = httpx.get(url + "/ledger").json()
+    assert books["blocks"]["used"] == 0
+    assert books["requests"] == {"running": 0, "waiting": 0}

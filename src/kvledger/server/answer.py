@@ -13,8 +13,9 @@ from kvledger.frontend import ChoiceStream
 from kvledger.metrics import RequestTimes
 from kvledger.sched.events import Admitted, Event, Finished, PromptScored, TokenEvent
 from kvledger.sched.sequence import Request
-from kvledger.server.engine_thread import EngineThread, Mailbox
+from kvledger.server.engine_thread import EngineThread
 from kvledger.server.errors import DeadlineExceeded, RequestFailed
+from kvledger.server.mailbox import Mailbox
 from kvledger.server.observer import Observer
 from kvledger.server.responses import Choice, Delta
 from kvledger.server.served import Served

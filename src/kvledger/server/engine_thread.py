@@ -22,6 +22,7 @@ from kvledger.errors import EngineDead, KvledgerError
 from kvledger.sched.events import Admitted, Event, Finished
 from kvledger.sched.sequence import Request
 from kvledger.server.errors import NotReady, QueueFull, RequestFailed
+from kvledger.server.mailbox import Mailbox
 
 T = TypeVar("T")
 TICK_S = 0.1  # between two looks at who has waited long enough
@@ -47,69 +48,6 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-class Mailbox:
-    """Where one HTTP request's events arrive. A failure is delivered after the events that came before it.
-
-    It has no timer of its own: the bridge looks at `wake_at_s` from time to time (`TICK_S`).
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_requests: int = 1) -> None:
-        self._loop = loop
-        self._num_unaccepted = num_requests
-        self._events: list[Event] = []
-        self._error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.wake_at_s = 0.0
-
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-        if self._waiter is not None:
-            self.wake()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = self._error or error
-        self.wake()
-
-    def accept(self) -> None:
-        """The engine has admitted one of the requests to its queue."""
-        self._num_unaccepted -= 1
-        self.wake()
-
-    async def accepted(self, patience_s: float) -> bool:
-        """Whether all requests are in the engine's queue, after at most `patience_s`. Raises what `fail` was given."""
-        until_s = self._loop.time() + patience_s
-        while self._num_unaccepted > 0 and self._error is None and self._loop.time() < until_s:
-            await self._wait(until_s)
-        if self._error is not None:
-            raise self._error
-        return self._num_unaccepted <= 0
-
-    async def take(self, patience_s: float) -> list[Event]:
-        """Everything that has arrived; an empty list after `patience_s` of silence. Raises what `fail` was given."""
-        if not self._events and self._error is None:
-            await self._wait(self._loop.time() + patience_s)
-        if self._events:
-            events, self._events = self._events, []
-            return events
-        if self._error is not None:
-            raise self._error
-        return []
-
-    async def _wait(self, until_s: float) -> None:
-        """Sleep until something arrives or the bridge finds that it is `until_s`."""
-        self.wake_at_s = until_s
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def wake(self) -> None:
-        """End the wait, if there is one."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 @dataclass(slots=True)
 class _Open:
     """A request that the engine has or will get."""
@@ -117,7 +55,7 @@ class _Open:
     mailbox: Mailbox
     choices_left: int
     step_at_submit: int
-    is_waiting: bool = True
+    is_private: bool = False  # its events are for its own listener in the engine's thread
 
 
 class EngineThread:
@@ -204,6 +142,28 @@ class EngineThread:
             self._open[request.request_id] = self._waiting[request.request_id] = entry
             self._commands.put(partial(self._add, request))
         return mailbox
+
+    def run(self, request_id: str, start: Callable[[Engine], None]) -> Mailbox:
+        """As `submit`, for work that adds its own request: `start(engine)` runs between two steps, once.
+
+        What it raises arrives in the mailbox; `post` wakes it; `release` must follow. Raises NotReady, EngineDead,
+        QueueFull.
+        """
+        self.check_ready()
+        self.check_room()
+        mailbox = Mailbox(self._loop)
+        self._open[request_id] = _Open(mailbox, 1 << 30, self.num_steps, is_private=True)
+        self._commands.put(partial(self._start, request_id, start))
+        return mailbox
+
+    def release(self, request_id: str, stop: Callable[[Engine], None]) -> None:
+        """The end of `run`: `stop(engine)` runs before the next step."""
+        self._forget(request_id)
+        self._commands.put(stop)
+
+    def post(self, request_id: str) -> None:
+        """From the engine's thread: wake whoever waits for the result of `run`."""
+        self._tell(self._finished, request_id)
 
     def abort(self, request_id: str) -> None:
         """The client is gone: give the request's blocks back before the next step. Unknown ids are ignored."""
@@ -300,18 +260,21 @@ class EngineThread:
         self.reason = text
 
     def _add(self, request: Request, engine: Engine) -> None:
+        self._start(request.request_id, lambda engine: engine.add(request), engine)
+
+    def _start(self, request_id: str, start: Callable[[Engine], object], engine: Engine) -> None:
         """An error at admission ends this request alone; one that was given up meanwhile is not begun."""
-        if request.request_id not in self._open:
+        if request_id not in self._open:
             return
         try:
-            engine.add(request)
+            start(engine)
         except KvledgerError as error:
-            self._tell(self._refused, request.request_id, error)
+            self._tell(self._refused, request_id, error)
         except Exception as error:
             failure = RequestFailed(f"the request could not be started ({type(error).__name__})")
-            self._tell(self._refused, request.request_id, failure)
+            self._tell(self._refused, request_id, failure)
         else:
-            self._tell(self._accepted, request.request_id)
+            self._tell(self._accepted, request_id)
 
     def _answer(self, answer: asyncio.Future[T], ask: Callable[[Any], T], engine: Engine) -> None:
         try:
@@ -335,7 +298,7 @@ class EngineThread:
             listener.stepped(report, events)
         for event in events:
             entry = self._open.get(event.request_id)
-            if entry is None:
+            if entry is None or entry.is_private:
                 continue
             if isinstance(event, Admitted | Finished):
                 self._note(event, entry)
@@ -356,6 +319,10 @@ class EngineThread:
     def _accepted(self, request_id: str) -> None:
         if (entry := self._open.get(request_id)) is not None:
             entry.mailbox.accept()
+
+    def _finished(self, request_id: str) -> None:
+        if (entry := self._open.get(request_id)) is not None:
+            entry.mailbox.ring()
 
     def _refused(self, request_id: str, error: KvledgerError) -> None:
         entry = self._open.get(request_id)

@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -17,6 +17,7 @@ from kvledger.errors import BadRequest, KvledgerError
 from kvledger.sched.sequence import Request
 from kvledger.server import prompts
 from kvledger.server.answer import Answer
+from kvledger.server.beams import BeamAsked, BeamRun, beam_choices, beams_of
 from kvledger.server.errors import QueueFull, reply_for
 from kvledger.server.protocol import ChatRequest, CompletionRequest, Sampling, parse
 from kvledger.server.responses import Choice, Envelope, usage
@@ -37,6 +38,7 @@ class Job:
     requests: list[Request]
     shape: Shape
     arrival_s: float
+    beams: BeamAsked | None = None
 
 
 async def chat(http: HttpRequest, state: ServerState) -> Response:
@@ -65,7 +67,8 @@ async def chat_job(
     constraint = await compile_constraint(prompts.constraint_spec(body, plan), served)
     echo = prompts.message_text(body.messages[-1]) if body.echo else ""
     shape = ChatShape(served.token_text, num_top, plan, with_ids=bool(body.return_token_ids), echo=echo)
-    return make_job(http, state, body, shape, [ids], params, constraint, arrival_s, prefix)
+    job = make_job(http, state, body, shape, [ids], params, constraint, arrival_s, prefix)
+    return replace(job, beams=beams_of(body, bool(body.logprobs), constraint is not None))
 
 
 async def completion(http: HttpRequest, state: ServerState) -> Response:
@@ -93,7 +96,8 @@ async def completion(http: HttpRequest, state: ServerState) -> Response:
         n=params.n,
     )
     job = make_job(http, state, body, shape, ids, params, constraint, arrival_s)
-    return await respond(http, state, job)
+    beams = beams_of(body, body.logprobs is not None, constraint is not None)
+    return await respond(http, state, replace(job, beams=beams))
 
 
 async def compile_constraint(spec: prompts.ConstraintSpec | None, served: Served) -> Constraint | None:
@@ -148,6 +152,8 @@ async def open_answer(http: HttpRequest, state: ServerState, job: Job) -> Answer
 
 async def respond(http: HttpRequest, state: ServerState, job: Job) -> Response:
     """Run the job and answer as the client asked."""
+    if job.beams is not None:
+        return await unless_gone(_respond_beams(state, job, job.beams), http.receive)
     if job.body.stream:
         answer = await unless_gone(open_answer(http, state, job), http.receive)
         return EventStream(stream_events(answer, job), {"x-request-id": job.envelope.id}, answer.close)
@@ -165,6 +171,17 @@ async def _respond_whole(http: HttpRequest, state: ServerState, job: Job) -> Res
     body = job.envelope.wrap(job.shape.object, entries, usage_of(answer))
     body |= job.shape.top_level(answer.choices, job.body.prompt_logprobs is not None)
     return JSONResponse(body, headers={"x-request-id": job.envelope.id})
+
+
+async def _respond_beams(state: ServerState, job: Job, asked: BeamAsked) -> Response:
+    served, timeout_s, n = state.served, state.settings.request_timeout_s, job.requests[0].params.n
+    runs = [BeamRun(state.link, request, asked) for request in job.requests]
+    found = await asyncio.gather(*(run.beams(served, timeout_s) for run in runs))
+    choices = [c for i, run in enumerate(runs) for c in beam_choices(run, found[i], n, i * n, served)]
+    num_prompt = sum(len(request.prompt_token_ids) for request in job.requests)
+    tally = usage(num_prompt, sum(len(choice.stream.samples) for choice in choices), 0)
+    entries = [job.shape.whole(choice) for choice in choices]
+    return JSONResponse(job.envelope.wrap(job.shape.object, entries, tally))
 
 
 def usage_of(answer: Answer) -> dict[str, Any]:
