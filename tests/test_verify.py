@@ -155,7 +155,7 @@ def test_differences_are_named(row, words):
 
 
 def test_a_record_whose_parts_do_not_add_up_is_said_to_contradict_itself():
-    row = case(engine_version="0.11.0", model="Qwen/Qwen3-32B", gpu_memory_utilization=0.95, weights_gib=61.03,
+    row = case(engine_version="0.10.0", model="Qwen/Qwen3-32B", gpu_memory_utilization=0.95, weights_gib=61.03,
                available_kv_gib=4.45, activation_gib=5.64)  # fmt: skip
     (found,) = check(from_row(row)).checks
     assert found.status == "explained"
