@@ -15,10 +15,13 @@ import httpx
 import pytest
 
 from conftest import Running, Script, at_once, running, scripted, tiny_pool, until
+from kvledger.bench.serve import Slo, Target, drive, summarise
 from kvledger.errors import ConfigError
+from kvledger.plan.workload import find_workload
 from kvledger.server.app import make_app
-from kvledger.server.run import bind
+from kvledger.server.run import allow_many_connections, bind
 from kvledger.server.state import ServerState, Settings
+from kvledger.simulate.replay import poisson
 
 QUIET = Settings(quiet=True)
 LONG = {"prompt": "count:400", "max_tokens": 400}
@@ -374,6 +377,48 @@ def test_second_signal_forces(process):
         started.send_signal(signal.SIGTERM)
         started.wait(5)
     assert time.monotonic() - began < 5
+
+
+LOADING = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from kvledger.cli import serve
+from kvledger.server import loading
+def slow(*args):
+    def load(progress):
+        progress("fetching the model")
+        time.sleep(60)
+    return load
+loading.make_loader = slow
+from kvledger.cli.main import main
+main(["serve", "--port", "0"])
+"""
+
+
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_signal_while_loading_leaves_at_once(sig, code):
+    source = LOADING.format(tests=str(Path(__file__).parent))
+    with subprocess.Popen([sys.executable, "-c", source], stderr=subprocess.PIPE, text=True) as started:
+        assert started.stderr is not None
+        assert "fetching" in started.stderr.readline()
+        time.sleep(0.2)
+        started.send_signal(sig)
+        began = time.monotonic()
+        assert started.wait(10) == code
+        assert time.monotonic() - began < 5
+        assert "Traceback" not in started.stderr.read()
+
+
+def test_two_thousand_requests_at_once_are_answered_or_refused():
+    settings = Settings(quiet=True, max_queue=500, max_num_seqs=64)
+    allow_many_connections()
+    with running(Script(), settings, pool=tiny_pool(2000), max_num_seqs=64) as served:
+        arrivals = poisson(find_workload("8/2"), 2000, 0.0, 4, max_prompt=8, max_output=4, vocab_size=90)
+        found = summarise(asyncio.run(drive(Target.of(served.url), arrivals)), Slo())
+        assert found.num_complete + found.num_refused == 2000
+        assert found.num_failed == 0
+        assert found.num_complete > 500
+        served.wait_idle()
 
 
 def test_signal_when_idle(process):

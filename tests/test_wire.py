@@ -3,6 +3,7 @@
 import json
 import threading
 
+import httpx
 import pytest
 
 from conftest import Running, at_once, running, until
@@ -259,6 +260,12 @@ BAD = [
     ("/v1/chat/completions", {"messages": ASK, "tool_choice": "required"}, "tool_choice"),
     ("/v1/chat/completions", {"messages": ASK, "response_format": {"type": "json_schema"}}, "response_format"),
     ("/v1/chat/completions", {"messages": ASK, "response_format": {"type": "xml"}}, "response_format"),
+    ("/v1/chat/completions", {"messages": ASK, "stop": ["x"] * 65}, "stop"),
+    ("/v1/chat/completions", {"messages": ASK, "logit_bias": {"5": 101}}, "logit_bias"),
+    ("/v1/chat/completions", {"messages": ASK, "n": 3, "best_of": 2}, "best_of"),
+    ("/v1/chat/completions", {"messages": ASK, "best_of": 2, "stream": True}, "best_of"),
+    ("/v1/completions", {"prompt": ["x"] * 1000, "n": 9}, "n"),
+    ("/v1/completions", {"prompt": ["x"] * 1025}, "prompt"),
     ("/v1/completions", {"prompt": "x" * 600}, "prompt"),
     ("/v1/completions", {"prompt": ""}, "prompt"),
     ("/v1/completions", {"prompt": []}, "prompt"),
@@ -281,7 +288,18 @@ def test_bad_requests_name_the_field_and_the_server_lives(served: Running, path:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"messages": 1e999}']
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"messages": 1e999}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    ],
 )
 def test_malformed_bodies(served: Running, raw: bytes):
     answer = served.http.post("/v1/chat/completions", content=raw)
@@ -382,3 +400,30 @@ def test_ledger_of_a_running_request():
     assert books["blocks"]["used"] == 2
     assert 0 < books["waste"]["share"] < 1
     assert books["block_map"]["cells"].count("u") == 2
+
+
+def test_best_of_returns_the_best(served: Running):
+    body = served.post("/v1/completions", prompt="say:abc", n=2, best_of=4).json()
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "abc"), (1, "abc")]
+    assert body["choices"][0]["logprobs"] is None
+    assert body["usage"]["completion_tokens"] == 16  # four choices were generated
+
+
+def test_one_model(served: Running):
+    assert served.http.get("/v1/models/script-alias").json()["id"] == "script-alias"
+    assert served.http.get("/v1/models/nope").status_code == 404
+
+
+def test_a_request_id_in_use_is_refused_and_the_first_goes_on():
+    with running(wait=False) as served:
+        first: list = []
+        ask = {"prompt": "say:first", "request_id": "mine"}
+        thread = threading.Thread(target=lambda: first.append(served.post("/v1/completions", **ask)))
+        until(lambda: served.server.state.link.state.value == "ready")
+        thread.start()
+        until(lambda: served.server.state.link.num_open == 1)
+        with httpx.Client(base_url=served.url) as other:
+            assert other.post("/v1/completions", json=ask).status_code == 400
+        served.script.gate.set()
+        thread.join()
+    assert first[0].json()["choices"][0]["text"] == "first"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -52,7 +53,7 @@ def serve(
     """Serve a model on this machine with an OpenAI-compatible API."""
     from kvledger.llm import engine_config
     from kvledger.server.loading import make_loader
-    from kvledger.server.run import HttpServer, bind
+    from kvledger.server.run import HttpServer, allow_many_connections, bind
     from kvledger.server.state import Settings
 
     config = engine_config(
@@ -87,7 +88,10 @@ def serve(
     status = StatusLine()
     loader = make_loader(model, config, tuple(served_model_name), chosen, _announcer(url, status))
     server = HttpServer(settings, _telling(loader, status), sock, int(parse_seconds(drain_timeout)))
+    allow_many_connections()
     code = server.serve_until_done()
+    if server.is_stuck:
+        os._exit(code)
     if isinstance(server.engine_error, KvledgerError):
         raise server.engine_error
     raise typer.Exit(code)

@@ -34,6 +34,13 @@ async def models(http: Request, state: ServerState) -> Response:
     return JSONResponse(model_list(served.names, state.created, served.max_model_len))
 
 
+async def model(http: Request, state: ServerState) -> Response:
+    """`GET /v1/models/{name}`."""
+    served, name = state.served, http.path_params["name"]
+    prompts.check_model(name, served)
+    return JSONResponse(model_list([name], state.created, served.max_model_len)["data"][0])
+
+
 async def tokenize(http: Request, state: ServerState) -> Response:
     """`POST /tokenize`: of a prompt, or of chat messages through the template."""
     served, body = state.served, parse(TokenizeRequest, await http.body())
@@ -100,6 +107,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", generate.completion),
     ("POST", "/v1/responses", responses_api.create),
     ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{name:path}", model),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("GET", "/health", health),

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from kvledger.engine import Engine, StepReport
-from kvledger.errors import EngineDead, KvledgerError
+from kvledger.errors import BadRequest, EngineDead, KvledgerError
 from kvledger.sched.events import Admitted, Event, Finished
 from kvledger.sched.sequence import Request
 from kvledger.server.errors import NotReady, QueueFull, RequestFailed
@@ -133,9 +133,12 @@ class EngineThread:
             raise QueueFull(self.num_waiting, self._max_queue)
 
     def submit(self, requests: Sequence[Request]) -> Mailbox:
-        """Hand over all requests of one HTTP request. Raises NotReady, EngineDead, QueueFull."""
+        """Hand over all requests of one HTTP request. Raises NotReady, EngineDead, QueueFull, BadRequest."""
         self.check_ready()
         self.check_room(len(requests))
+        for request in requests:
+            if request.request_id in self._open:
+                raise BadRequest(f"request id {request.request_id!r} is already running", "request_id")
         mailbox = Mailbox(self._loop, len(requests))
         for request in requests:
             entry = _Open(mailbox, request.params.n, self.num_steps)
@@ -182,13 +185,13 @@ class EngineThread:
         return await answer
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """End the thread after its current step. False when it did not end in time."""
+        """End the thread after its current step. False when it did not end in time; loading is not waited for."""
         self._stopping = True
         if self._ticker is None:
             return True
         self._ticker.cancel()
         self._commands.put(lambda engine: None)
-        self._thread.join(timeout_s)
+        self._thread.join(timeout_s if self.state is not State.LOADING else 0.1)
         return not self._thread.is_alive()
 
     # --- the engine's thread ---

@@ -167,10 +167,22 @@ async def _respond_whole(http: HttpRequest, state: ServerState, job: Job) -> Res
             pass
     finally:
         answer.close()
-    entries = [job.shape.whole(choice) for choice in answer.choices]
+    entries = [job.shape.whole(choice) for choice in best_choices(answer.choices, job.body, answer.n)]
     body = job.envelope.wrap(job.shape.object, entries, usage_of(answer))
     body |= job.shape.top_level(answer.choices, job.body.prompt_logprobs is not None)
     return JSONResponse(body, headers={"x-request-id": job.envelope.id})
+
+
+def best_choices(choices: list[Choice], body: Sampling, num_generated: int) -> list[Choice]:
+    """Of every prompt's choices the n with the highest mean logprob, renumbered; all of them without best_of."""
+    n = body.n or 1
+    if body.best_of is None or num_generated == n:
+        return choices
+    found: list[Choice] = []
+    for first in range(0, len(choices), num_generated):
+        ranked = sorted(choices[first : first + num_generated], key=lambda choice: -choice.mean_logprob)
+        found += ranked[:n]
+    return [replace(choice, index=i) for i, choice in enumerate(found)]
 
 
 async def _respond_beams(state: ServerState, job: Job, asked: BeamAsked) -> Response:

@@ -18,7 +18,9 @@ from kvledger.server.tools import ToolPlan, auto_grammar, forced_schema, instruc
 from kvledger.spec.sampling import Constraint, SamplingParams
 
 MAX_SCHEMA_NODES, MAX_SCHEMA_DEPTH = 4096, 64
-_BANNED = -100.0
+MAX_SEQUENCES = 2048  # prompts × n of one HTTP request
+MAX_BIAS = 100.0
+_BANNED = -MAX_BIAS
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -156,6 +158,8 @@ def sampling_params(
     check_ids(body.stop_token_ids or (), served.vocab_size, "stop_token_ids")
     check_ids(body.allowed_token_ids or (), served.vocab_size, "allowed_token_ids")
     check_ids(tuple(body.logit_bias or ()), served.vocab_size, "logit_bias")
+    if any(abs(bias) > MAX_BIAS for bias in (body.logit_bias or {}).values()):
+        raise BadRequest(f"logit_bias must be from −{MAX_BIAS:g} to {MAX_BIAS:g}", "logit_bias")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
@@ -169,15 +173,27 @@ def sampling_params(
         logit_bias={**(body.logit_bias or {}), **_bans(body.bad_words or (), served)},
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         seed=body.seed,
-        n=1 if body.n is None else body.n,
+        n=num_choices(body),
         stop=tuple(word for word in body.stop if word),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         ignore_eos=bool(body.ignore_eos),
-        logprobs=logprobs,
+        logprobs=0 if logprobs is None and body.best_of else logprobs,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
+
+
+def num_choices(body: Sampling) -> int:
+    """Choices to generate: n, or best_of of which the best n are returned. Raises BadRequest."""
+    n = 1 if body.n is None else body.n
+    if body.best_of is None or body.use_beam_search:
+        return n
+    if body.best_of < n:
+        raise BadRequest(f"best_of {body.best_of} is less than n {n}", "best_of")
+    if body.stream and body.best_of > n:
+        raise BadRequest("best_of cannot be streamed: which are best is known at the end", "best_of")
+    return body.best_of
 
 
 def _first(*values: float | None) -> float:
@@ -269,6 +285,8 @@ def engine_requests(
     constraint: Constraint | None,
 ) -> list[Request]:
     """One engine request per prompt; without a seed each draws its own."""
+    if len(prompts) * params.n > MAX_SEQUENCES:
+        raise BadRequest(f"{len(prompts)} prompts × n {params.n} are more than {MAX_SEQUENCES} sequences", "n")
     return [
         Request(
             request_id=f"{answer_id}-{i}",

@@ -12,6 +12,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from kvledger.errors import BadRequest
 
 MAX_PROMPTS = 1024  # prompts of one /v1/completions request
+MAX_STOPS = 64
 _MAX_SEED = (1 << 63) - 1
 
 
@@ -25,7 +26,7 @@ def _as_list(value: Any) -> Any:
 class Body(BaseModel):
     """Base of all requests."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -106,7 +107,7 @@ class Sampling(Body):
     use_beam_search: bool | None = False
     length_penalty: float | None = 1.0
     seed: Annotated[int, Field(ge=-_MAX_SEED - 1, le=_MAX_SEED)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_as_list)] = []
+    stop: Annotated[list[str], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)] = []
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False

@@ -38,6 +38,12 @@ class Choice:
     prompt_samples: list[Sample] = field(default_factory=list)
 
     @property
+    def mean_logprob(self) -> float:
+        """Of the generated tokens; what best_of ranks by."""
+        samples = self.stream.samples
+        return sum(sample.logprob for sample in samples) / max(1, len(samples))
+
+    @property
     def prompt_ids(self) -> Sequence[int]:
         return self.stream.request.prompt_token_ids
 

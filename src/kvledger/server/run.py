@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import socket
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import uvicorn
@@ -38,6 +37,17 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def allow_many_connections() -> None:
+    """Raise the soft limit of open files to the hard one: a queue of thousands of clients is a file each."""
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _bind_message(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} on {host} is already in use: stop what listens there or give another --port"
@@ -51,6 +61,7 @@ class HttpServer(uvicorn.Server):
         self.state = ServerState(settings, load, self._engine_ended)
         self.sock, self.exit_code = sock, 0
         self.engine_error: BaseException | None = None  # why the engine ended, if it did not end well
+        self.is_stuck = False  # the engine's thread still loads or computes: the process can only be left by force
         self._num_signals = 0
         config = uvicorn.Config(
             make_app(self.state),
@@ -67,8 +78,7 @@ class HttpServer(uvicorn.Server):
     def serve_until_done(self) -> int:
         """Run until a signal or the engine's end; the process' exit code."""
         self.run(sockets=[self.sock])
-        if not self.state.link.stop(2.0) and self._num_signals > 1:
-            os._exit(self.exit_code or 130)  # forced: a step that still computes is not waited for
+        self.is_stuck = not self.state.link.stop(2.0)
         return self.exit_code
 
     def _engine_ended(self, error: BaseException | None) -> None:
