@@ -25,11 +25,11 @@ def layout(kind="full", block_size=4):
     return KVLayout.of(LAYOUTS[kind], KVStorage.of("bf16"), block_size)
 
 
-def make_scheduler(num_blocks=20, kind="full", block_size=4, max_len=64, prefix=True, **config):
+def make_scheduler(num_blocks=20, kind="full", block_size=4, max_len=64, prefix=True, tiers=None, **config):
     where = layout(kind, block_size)
     pool = PoolPlan(where, num_blocks * where.block_bytes, num_blocks, "test")
     config = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "growth_tokens": 4} | config
-    return Scheduler(pool, SchedulerConfig(**config), max_len, prefix_caching=prefix)
+    return Scheduler(pool, SchedulerConfig(**config), max_len, prefix_caching=prefix, tiers=tiers)
 
 
 def request(name, prompt, max_tokens=8, **kw):
@@ -55,19 +55,26 @@ class FakeExecutor:
         self.kv_bytes = scheduler.plan.pool_bytes
         self.steps = []
         self.chains = {}  # seq_id → chained hash of its text up to each position
+        self.tier = {}
         self.content = {}  # (group, block, offset) → the text up to that token: what a real executor would have stored
 
     def run(self, step: Step) -> StepResult:
         self.steps.append(step.signature())
+        for block, slot in step.swaps_out:
+            self.tier[slot] = [self.content.get(place) for place in self._places(block)]
+        for slot, block in step.swaps_in:
+            self.content.update(zip(self._places(block), self.tier[slot], strict=True))
         for source, destination in step.copies:
-            for group in range(len(self.groups)):
-                for offset in range(self.block_size):
-                    self.content[group, destination, offset] = self.content.get((group, source, offset))
+            for old, new in zip(self._places(source), self._places(destination), strict=True):
+                self.content[new] = self.content.get(old)
         written = [key for chunk in step.chunks for key in self._write(chunk)]
         assert len(set(written)) == len(written), "two chunks write one slot"
         for chunk in step.chunks:
             self._read(chunk)
         return StepResult({c.seq.seq_id: Sample(scripted_token(c.seq)) for c in step.chunks if c.samples}, 0.001)
+
+    def _places(self, block):
+        return [(group, block, offset) for group in range(len(self.groups)) for offset in range(self.block_size)]
 
     def _text(self, seq, position):
         """Stands for tokens [0, position] of the sequence: only computed tokens, which never change."""

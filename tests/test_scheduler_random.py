@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvledger.cache.tiers import TierPlan
 from kvledger.errors import BadRequest
 from kvledger.sched.events import Finished
 from sched_fakes import LAYOUTS, FakeExecutor, make_scheduler, request, run_all
@@ -32,6 +33,7 @@ class Walk:
             chunked_prefill=rng.random() < 0.7,
             max_num_batched_tokens=rng.choice([4, 7, 16]),
             max_num_seqs=rng.choice([1, 3, 8]),
+            tiers=TierPlan(rng.choice([0, 0, 5, 30]), None, lambda tokens, blocks: tokens % 3 > 0),
         )
         self.executor = FakeExecutor(self.scheduler)
         self.events, self.added, self.num_forks = [], [], 0

@@ -6,7 +6,7 @@ Not for several threads: whoever owns an engine calls it from one, between steps
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvledger.clock import Clock, WallClock
@@ -94,7 +94,7 @@ class Engine:
 
     def _run(self, step: Step) -> StepResult:
         """The executor's result; if it raises, the sequences at fault fail and the others go on."""
-        if not (step.chunks or step.copies or step.swaps_in or step.swaps_out):
+        if not step.chunks and not step.has_moves:
             return StepResult({}, 0.0)
         try:
             return self.executor.run(step)
@@ -109,14 +109,14 @@ class Engine:
         samples: dict[int, Sample] = {}
         scores: dict[int, tuple[Sample, ...]] = {}
         failed: dict[int, str] = {}
-        seconds, moves = 0.0, (step.copies, step.swaps_out, step.swaps_in)
+        # moves that cannot be made would lose the text of others: that is not survived
+        seconds = self.executor.run(replace(step, chunks=())).seconds if step.has_moves else 0.0
         for chunk in step.chunks:
             try:
-                result = self.executor.run(Step((chunk,), *moves))
+                result = self.executor.run(Step((chunk,)))
             except Exception as alone:
                 failed[chunk.seq.seq_id] = f"{type(alone).__name__}: {alone}"
                 continue
-            moves = ((), (), ())
             samples |= result.samples
             scores |= result.prompt_logprobs
             failed |= result.failed

@@ -83,7 +83,7 @@ class BlockLedger:
 
     def share(self, tables: Tables, num_tokens: int) -> Tables:
         """Tables of a fork that has positions [0, num_tokens) in common with `tables`."""
-        shared = tuple(table[: cdiv(num_tokens, self.block_size)] for table in tables)
+        shared = self.head(tables, num_tokens)
         self.adopt(shared)
         return shared
 
@@ -93,6 +93,22 @@ class BlockLedger:
             for block in table:
                 if block >= 0:
                     self.pool.share(block)
+
+    def head(self, tables: Tables, num_tokens: int) -> Tables:
+        """The part of the tables that holds positions [0, num_tokens)."""
+        return tuple(table[: cdiv(num_tokens, self.block_size)] for table in tables)
+
+    def take_like(self, shape: Tables) -> Tables:
+        """Fresh blocks wherever `shape` has an entry, −1 elsewhere."""
+        return tuple([self.pool.take() if entry >= 0 else -1 for entry in table] for table in shape)
+
+    def fill(self, tables: Tables, loads: tuple[tuple[int, int, int], ...]) -> list[tuple[int, int]]:
+        """Take a block for each (group, index, slot) and put it into the tables → what to load: (slot, block)."""
+        found = []
+        for group, index, slot in loads:
+            tables[group][index] = self.pool.take()
+            found.append((slot, tables[group][index]))
+        return found
 
     def pass_by(self, tables: Tables, num_computed: int) -> None:
         """Give back the blocks that no query at `num_computed` or later reads."""
@@ -112,3 +128,13 @@ class BlockLedger:
                     self.pool.release(table[index])
         for table in tables:
             table.clear()
+
+
+def moves(sources: Tables, destinations: Tables) -> list[tuple[int, int]]:
+    """(source, destination) of every entry of two tables of the same shape."""
+    return [
+        (source, destination)
+        for a, b in zip(sources, destinations, strict=True)
+        for source, destination in zip(a, b, strict=True)
+        if source >= 0
+    ]

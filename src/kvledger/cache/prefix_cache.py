@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvledger.cache.block_pool import BlockPool
@@ -41,6 +41,7 @@ class PrefixMatch:
 
     tables: tuple[list[int], ...]
     num_idle: int = 0  # of the blocks found, those without a holder: sharing them uses free blocks up
+    loads: tuple[tuple[int, int, int], ...] = ()  # (group, index in its table, slot) of blocks found in another tier
 
     @property
     def num_blocks(self) -> int:
@@ -54,16 +55,16 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """Finds blocks by content. `on_evict(key, block)` is told of every entry that its block's eviction removes."""
+    """Finds blocks by content. `elsewhere(key)` is asked for the slot of a block that the pool does not have."""
 
     def __init__(
         self,
         pool: BlockPool,
         groups: Sequence[LayerGroup],
         enabled: bool = True,
-        on_evict: Callable[[Key, int], None] = lambda key, block: None,
+        elsewhere: Callable[[Key], int | None] = lambda key: None,
     ) -> None:
-        self.pool, self.groups, self.enabled, self.on_evict = pool, tuple(groups), enabled, on_evict
+        self.pool, self.groups, self.enabled, self.elsewhere = pool, tuple(groups), enabled, elsewhere
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._block_of: dict[Key, int] = {}
@@ -78,7 +79,7 @@ class PrefixCache:
         length = self._longest(digests) if self.enabled else 0
         tables = tuple(self._table(g, digests, length) for g in range(len(self.groups)))
         idle = {block for table in tables for block in table if block >= 0 and self.pool.is_idle(block)}
-        return PrefixMatch(tables, len(idle))
+        return PrefixMatch(tables, len(idle), tuple(self._loads(tables, digests)) if length else ())
 
     def count(self, queried_tokens: int, hit_tokens: int) -> None:
         """Book one look-up; the caller leaves out what a preempted sequence finds again."""
@@ -116,7 +117,7 @@ class PrefixCache:
         best, runs = 0, [0] * len(self.groups)
         for index, digest in enumerate(digests):
             for g in range(len(self.groups)):
-                runs[g] = runs[g] + 1 if (digest, g) in self._block_of else 0
+                runs[g] = runs[g] + 1 if self._has((digest, g)) else 0
             if all(runs[g] >= index + 1 - self._first_block(g, index + 1) for g in range(len(self.groups))):
                 best = index + 1
             elif self._has_full_group and not all(runs):
@@ -134,9 +135,17 @@ class PrefixCache:
 
     def _table(self, group: int, digests: Sequence[bytes], length: int) -> list[int]:
         first = self._first_block(group, length) if length else 0
-        return [-1] * first + [self._block_of[digests[i], group] for i in range(first, length)]
+        return [-1] * first + [self._block_of.get((digests[i], group), -1) for i in range(first, length)]
+
+    def _has(self, key: Key) -> bool:
+        return key in self._block_of or self.elsewhere(key) is not None
+
+    def _loads(self, tables: tuple[list[int], ...], digests: Sequence[bytes]) -> Iterator[tuple[int, int, int]]:
+        """Blocks that are needed and only elsewhere."""
+        for group, table in enumerate(tables):
+            for index in range(self._first_block(group, len(table)), len(table)):
+                if table[index] < 0 and (slot := self.elsewhere((digests[index], group))) is not None:
+                    yield group, index, slot
 
     def _evicted(self, block: int) -> None:
-        key = self._key_of.pop(block)
-        del self._block_of[key]
-        self.on_evict(key, block)
+        del self._block_of[self._key_of.pop(block)]

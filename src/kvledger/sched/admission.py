@@ -49,10 +49,10 @@ class Admission:
     def match(self, seq: Sequence) -> PrefixMatch:
         """What the prefix cache has of the sequence but for its last token, whose logits are needed to sample.
 
-        A prompt whose logprobs are asked for is computed in full.
+        A prompt whose logprobs are asked for is computed in full; a swapped sequence brings its blocks along.
         """
         scored = 0 if seq.params.prompt_logprobs is None else seq.num_prompt_tokens - 1
-        if not self.prefix.enabled or seq.num_scored < scored:
+        if not self.prefix.enabled or seq.num_scored < scored or seq.slots:
             return self.prefix.match(())
         full = (seq.num_tokens - 1) // self.ledger.block_size
         self.extend_digests(seq, full)

@@ -19,7 +19,7 @@ class Draft:
         self.tokens_left = config.max_num_batched_tokens
         self.seats_left = config.max_num_seqs
         self.swaps_out: Moves = []
-        self.swaps_in: Moves = []
+        self._loads: dict[int, Moves] = {}
         self._placed: dict[int, tuple[Chunk, Moves]] = {}
         self._has_whole = False
         self.has_preempted = False
@@ -32,9 +32,18 @@ class Draft:
         yield
         self.tokens_left += kept
 
+    def load(self, seq: Sequence, moves: Moves) -> None:
+        """The sequence's blocks are filled from tier slots first: (slot, block)."""
+        if moves:
+            self._loads[seq.seq_id] = moves
+
     def has(self, seq: Sequence) -> bool:
         """The sequence has its part of the step."""
         return seq.seq_id in self._placed
+
+    def is_settled(self, seq: Sequence) -> bool:
+        """All blocks of the sequence hold what they should before the step begins: nothing to load or to copy."""
+        return seq.seq_id not in self._loads and not (self.has(seq) and self._placed[seq.seq_id][1])
 
     @property
     def is_full(self) -> bool:
@@ -63,6 +72,7 @@ class Draft:
     def preempt(self, seq: Sequence) -> None:
         """The sequence loses its blocks: it is not computed after all, and its budget is free again."""
         self.has_preempted = True
+        self._loads.pop(seq.seq_id, None)
         if (placed := self._placed.pop(seq.seq_id, None)) is not None:
             self.tokens_left += placed[0].num_tokens
             self.seats_left += 1
@@ -71,4 +81,5 @@ class Draft:
         """The finished step."""
         chunks = tuple(chunk for chunk, _ in self._placed.values())
         copies = tuple(copy for _, moves in self._placed.values() for copy in moves)
-        return Step(chunks, copies, tuple(self.swaps_out), tuple(self.swaps_in))
+        loads = tuple(load for moves in self._loads.values() for load in moves)
+        return Step(chunks, copies, tuple(self.swaps_out), loads)

@@ -11,8 +11,9 @@ prompt, what is promised to those who run, and some growth for each of them are 
 from __future__ import annotations
 
 from kvledger.cache.block_pool import BlockPool
-from kvledger.cache.ledger import BlockLedger
-from kvledger.cache.prefix_cache import PrefixCache, PrefixMatch
+from kvledger.cache.ledger import BlockLedger, Tables, moves
+from kvledger.cache.prefix_cache import Key, PrefixCache, PrefixMatch
+from kvledger.cache.tiers import TierPlan, Tiers
 from kvledger.errors import BadRequest
 from kvledger.plan.pool import PoolPlan
 from kvledger.sched.admission import Admission
@@ -43,18 +44,22 @@ class Scheduler:
         prefix_caching: bool = True,
         vocab_size: int | None = None,
         namespace: bytes = b"",
+        tiers: TierPlan | None = None,
     ) -> None:
         self.plan, self.config, self.policy = pool, config, policy_of(config)
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.pool = BlockPool(pool.num_blocks)
         self.ledger = BlockLedger(pool.layout, self.pool)
-        self.prefix = PrefixCache(self.pool, pool.layout.groups, prefix_caching)
+        self.tiers = Tiers(tiers or TierPlan())
+        self.prefix = PrefixCache(self.pool, pool.layout.groups, prefix_caching, self.tiers.find)
         self.admission = Admission(self.ledger, self.prefix, self.policy, config, namespace)
         self.waiting = SequenceList(config.queueing)
         self.running = SequenceList(config.queueing)
         self._parked: list[tuple[Sequence, list[Finished]]] = []  # ended members of a static batch
         self._requests: dict[str, list[Sequence]] = {}
         self._events: list[Event] = []
+        self._saves: list[tuple[int, int]] = []  # (block, slot) of new prefix blocks, for the next step
+        self._spent: list[Tables] = []  # host slots that the last step has read
         self._num_arrivals = self._num_sequences = 0
 
     # ------------------------------------------------------------------------------------------ requests come and go
@@ -108,14 +113,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Something waits or runs, or events have not been fetched yet."""
-        return bool(self._requests or self._events)
+        """Something waits or runs, events have not been fetched or blocks not been saved yet."""
+        return bool(self._requests or self._events or self._saves)
 
     # ------------------------------------------------------------------------------------------ schedule: decide
 
     def schedule(self) -> Step:
         """The next step; empty when nothing can run. Decoding comes first, then begun prompts, then new ones."""
         draft = Draft(self.config)
+        self._begin_moves(draft)
         joins = self.policy.refills or not len(self.running)
         prompts = []
         for seq in tuple(self.running):
@@ -127,6 +133,12 @@ class Scheduler:
         if joins:
             self._admit(draft)
         return draft.step()
+
+    def _begin_moves(self, draft: Draft) -> None:
+        """Slots that the last step read are free; blocks entered since are saved before anything overwrites them."""
+        for slots in self._spent:
+            self.tiers.release_slots(slots)
+        draft.swaps_out, self._saves, self._spent = self._saves, [], []
 
     def _place_prompts(self, prompts: list[Sequence], draft: Draft) -> None:
         """Begun prompts in order; one longer than the step first leaves a share of the budget to those behind it."""
@@ -185,12 +197,19 @@ class Scheduler:
         return self.running[-1] if len(self.running) > 1 else None
 
     def _preempt(self, seq: Sequence, draft: Draft) -> None:
-        """Take all blocks of a running sequence; it will recompute them."""
+        """Take all blocks of a running sequence; it will have them back from the host tier, or recompute them."""
+        filled = self.ledger.head(seq.tables, seq.num_computed)
+        swaps = draft.is_settled(seq) and self.tiers.can_swap(seq.num_computed, self.ledger.held(filled))
         draft.preempt(seq)
         self.running.remove(seq)
-        self._events.append(Preempted(*_who(seq), seq.num_computed, is_swapped=False))
+        self._events.append(Preempted(*_who(seq), seq.num_computed, swaps))
+        if swaps:
+            seq.slots, seq.status = self.tiers.take_slots(filled), Status.SWAPPED
+            draft.swaps_out += moves(filled, seq.slots)
+        else:
+            seq.num_computed, seq.status = 0, Status.WAITING
         self.ledger.release(seq.tables)
-        seq.num_computed, seq.num_entered, seq.status = 0, 0, Status.WAITING
+        seq.num_entered = 0
         seq.num_preemptions += 1
         self.waiting.add(seq)
 
@@ -204,7 +223,7 @@ class Scheduler:
             promised = admission.promised(self.running) if promised < 0 else promised
             # with nobody running the first in line always starts: it can be held, or it would have been refused
             if not len(self.running) or admission.fits(seq, match, promised):
-                self._start(seq, match)
+                self._start(seq, match, draft)
                 self._place(seq, draft)
                 promised += admission.promise(seq)
             elif not self._any_active() and self._yield_held(draft):
@@ -230,13 +249,21 @@ class Scheduler:
             self._preempt(held[-1], draft)
         return bool(held)
 
-    def _start(self, seq: Sequence, match: PrefixMatch) -> None:
-        """Move the sequence from waiting to running, with the blocks that were found."""
+    def _start(self, seq: Sequence, match: PrefixMatch, draft: Draft) -> None:
+        """Move the sequence from waiting to running, with the blocks that were found or are loaded."""
         self.waiting.remove(seq)
-        self.ledger.adopt(match.tables)
-        seq.tables, seq.status = match.tables, Status.RUNNING
-        seq.num_computed = match.num_blocks * self.ledger.block_size
-        seq.num_entered = match.num_blocks
+        if seq.status is Status.SWAPPED:
+            seq.tables = self.ledger.take_like(seq.slots)
+            draft.load(seq, moves(seq.slots, seq.tables))
+            self._spent.append(seq.slots)
+            seq.slots = ()
+        else:
+            self.ledger.adopt(match.tables)
+            seq.tables = match.tables
+            draft.load(seq, self.ledger.fill(seq.tables, match.loads))
+            seq.num_computed = match.num_blocks * self.ledger.block_size
+            seq.num_entered = 0 if match.loads else match.num_blocks
+        seq.status = Status.RUNNING
         is_first = not seq.num_preemptions
         if is_first:
             seq.num_cached = seq.num_computed
@@ -280,8 +307,13 @@ class Scheduler:
         for index in range(seq.num_entered, full):
             for group, table in enumerate(seq.tables):
                 if table[index] >= 0:
-                    self.prefix.enter(seq.digests[index], group, table[index])
+                    self._enter((seq.digests[index], group), table[index])
         seq.num_entered = full
+
+    def _enter(self, key: Key, block: int) -> None:
+        self.prefix.enter(*key, block)
+        if (slot := self.tiers.claim(key)) is not None:
+            self._saves.append((block, slot))
 
     def _score(self, chunk: Chunk, samples: tuple[Sample, ...]) -> None:
         """Deliver prompt logprobs once, also when a preempted prompt is computed again."""
@@ -314,20 +346,22 @@ class Scheduler:
 
     def _clone(self, seq: Sequence, choice: int, num_computed: int) -> Sequence:
         """A sequence with the same tokens that shares the blocks of positions [0, num_computed)."""
-        num_computed = min(num_computed, seq.num_computed)
+        is_running = seq.status is Status.RUNNING
+        num_computed = min(num_computed, seq.num_computed) if is_running else 0
         child = Sequence(
             self._next_id(), seq.request_id, list(seq.token_ids), seq.num_prompt_tokens, seq.params,
             seq.max_total_tokens, choice, seq.priority, seq.seed, seq.salt,
             None if seq.constraint is None else seq.constraint.fork(), seq.eos_token_ids,
-            num_computed=num_computed, status=seq.status, num_preemptions=seq.num_preemptions,
+            num_computed=num_computed, status=Status.RUNNING if is_running else Status.WAITING,
+            num_preemptions=seq.num_preemptions,
             cumulative_logprob=seq.cumulative_logprob, arrival=seq.arrival, is_stepwise=seq.is_stepwise,
             is_held=seq.is_held, num_scored=seq.num_scored,
         )  # fmt: skip
         child.digests = seq.digests[: num_computed // self.ledger.block_size]
         child.num_entered = min(seq.num_entered, len(child.digests))
-        if seq.status is Status.RUNNING:
+        if is_running:
             child.tables = self.ledger.share(seq.tables, num_computed)
-        (self.running if seq.status is Status.RUNNING else self.waiting).add(child)
+        (self.running if is_running else self.waiting).add(child)
         self._requests[seq.request_id].append(child)
         return child
 
@@ -346,6 +380,7 @@ class Scheduler:
                 self._release_batch()
         else:
             self.ledger.release(seq.tables)
+            self.tiers.release_slots(seq.slots)
             self._events += ends
 
     @staticmethod
@@ -380,6 +415,7 @@ class Scheduler:
         holders = [*self.running, *(seq for seq, _ in self._parked)]
         self.pool.check(table for seq in holders for table in seq.tables)
         self.prefix.check()
+        self.tiers.check([*self._spent, *(seq.slots for seq in self.waiting)])
         live = [seq for sequences in self._requests.values() for seq in sequences]
         assert sorted(s.seq_id for s in live) == sorted(s.seq_id for s in (*self.running, *self.waiting))
         assert not any(table for seq in self.waiting for table in seq.tables), "a waiting sequence holds blocks"

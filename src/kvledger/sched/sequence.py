@@ -58,6 +58,7 @@ class Sequence:
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission; recompute never counts
     tables: tuple[list[int], ...] = ()
     status: Status = Status.WAITING
+    slots: tuple[list[int], ...] = ()  # of the host tier, in the shape of `tables`, while SWAPPED
     num_preemptions: int = 0
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None  # stop, length, abort, error

@@ -47,6 +47,11 @@ class Step:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
+    def has_moves(self) -> bool:
+        """Blocks are copied or moved between tiers."""
+        return bool(self.copies or self.swaps_out or self.swaps_in)
+
+    @property
     def shape(self) -> StepShape:
         """What the step costs, without ids."""
         return tuple(Work(c.start, c.num_tokens, c.num_logits) for c in self.chunks)
