@@ -11,13 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvledger.cache.disk import DiskTier
+from kvledger.cache.tiers import TierPlan
+from kvledger.data.devices import local_device
 from kvledger.data.host import host_memory
 from kvledger.engine import Engine
 from kvledger.errors import ConfigError
 from kvledger.plan.pool import PoolPlan, local_pool
+from kvledger.plan.roofline import Roofline
 from kvledger.sched.scheduler import Scheduler
 from kvledger.spec.config import EngineConfig
 from kvledger.spec.model import ModelSpec
+from kvledger.spec.step import Work
 
 if TYPE_CHECKING:
     from kvledger.exec.base import Executor
@@ -49,6 +54,7 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
     `progress` is told in words what is being done. Raises UnknownName, FetchError, DamagedFile, UnsupportedModel,
     DoesNotFit, ConfigError.
     """
+    from kvledger.exec.block_store import BlockStore
     from kvledger.exec.cpu import CpuExecutor
     from kvledger.spec.from_gguf import model_from_gguf
     from kvledger.text.chat import ChatTemplate
@@ -63,20 +69,46 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
     pool = local_pool(spec, config, *host_memory())
     tokenizer = Tokenizer.from_metadata(gguf.metadata)
     template = ChatTemplate.from_metadata(gguf.metadata, tokenizer)
-    executor = CpuExecutor(gguf, spec, pool.layout, pool.num_blocks, config.exec, _in_percent(say))
-    engine = assemble(spec, pool, config, executor, namespace=_fingerprint(gguf, pool))
+    namespace = _fingerprint(gguf, pool)
+    tiers = plan_tiers(spec, pool, config, namespace)
+    store = BlockStore(pool.layout, tiers.num_host_slots, tiers.disk)
+    executor = CpuExecutor(gguf, spec, pool.layout, pool.num_blocks, config.exec, _in_percent(say), store)
+    engine = assemble(spec, pool, config, executor, namespace, tiers)
     return Loaded(engine, tokenizer, template, spec, pool, max_model_len, path, gguf.metadata, config)
 
 
 def assemble(
-    spec: ModelSpec, pool: PoolPlan, config: EngineConfig, executor: Executor, namespace: bytes = b""
+    spec: ModelSpec,
+    pool: PoolPlan,
+    config: EngineConfig,
+    executor: Executor,
+    namespace: bytes = b"",
+    tiers: TierPlan | None = None,
 ) -> Engine:
     """An engine over any executor that has the planned blocks."""
     scheduler = Scheduler(
         pool, config.sched, context_of(spec, config), prefix_caching=config.cache.prefix_caching,
-        vocab_size=spec.vocab_size, namespace=namespace,
+        vocab_size=spec.vocab_size, namespace=namespace, tiers=tiers,
     )  # fmt: skip
     return Engine(scheduler, executor)
+
+
+def plan_tiers(spec: ModelSpec, pool: PoolPlan, config: EngineConfig, namespace: bytes) -> TierPlan:
+    """Host slots and disk records as configured. Raises ConfigError where the disk cannot be used.
+
+    Moving a block out and in again is four passes over its bytes; recomputing is a prefill on the local roofline.
+    """
+    cache, device = config.cache, local_device()
+    roofline = Roofline(spec, device, pool.layout, compute_dtype="int8" if "int8" in device.peak_flops else "fp32")
+
+    def prefers_swap(num_tokens: int, num_blocks: int) -> bool:
+        move_s = 4 * num_blocks * pool.layout.block_bytes / device.bandwidth_bytes_per_s
+        return move_s < roofline.seconds((Work(0, num_tokens),))
+
+    disk = None
+    if cache.disk_dir is not None:
+        disk = DiskTier(Path(cache.disk_dir).expanduser(), cache.disk_bytes, pool.layout.block_bytes, namespace)
+    return TierPlan(pool.layout.blocks_in(cache.swap_bytes), disk, prefers_swap)
 
 
 def context_of(spec: ModelSpec, config: EngineConfig) -> int:

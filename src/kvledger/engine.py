@@ -5,6 +5,7 @@ Not for several threads: whoever owns an engine calls it from one, between steps
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -55,6 +56,7 @@ class Engine:
         assert planned == built, f"the plan has {planned} blocks, the executor {built}"
         self.scheduler, self.executor, self.clock = scheduler, executor, clock or WallClock()
         self.listeners = list(listeners)
+        self._is_closed = False
 
     @property
     def has_work(self) -> bool:
@@ -89,8 +91,14 @@ class Engine:
         return events
 
     def close(self) -> None:
-        """Give the executor's memory back."""
-        self.executor.close()
+        """Save what is to be saved, then give memory and files back. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            if (moves := self.scheduler.last_saves()).has_moves:
+                with contextlib.suppress(Exception):
+                    self.executor.run(moves)
+            self.executor.close()
+            self.scheduler.tiers.close()
 
     def _run(self, step: Step) -> StepResult:
         """The executor's result; if it raises, the sequences at fault fail and the others go on."""

@@ -62,6 +62,11 @@ class Tiers:
         found = None if self.disk is None else self.disk.claim(key)
         return None if found is None else self._first_disk_slot + found
 
+    def close(self) -> None:
+        """Give up the disk's file."""
+        if self.disk is not None:
+            self.disk.close()
+
     def check(self, held: list[Tables]) -> None:
         """Recount the host slots. AssertionError when one is lost."""
         if self._host is not None:

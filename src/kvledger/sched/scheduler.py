@@ -134,6 +134,11 @@ class Scheduler:
             self._admit(draft)
         return draft.step()
 
+    def last_saves(self) -> Step:
+        """A step that only saves what has not been saved yet: for the end of an engine's life."""
+        saves, self._saves = tuple(self._saves), []
+        return Step((), swaps_out=saves)
+
     def _begin_moves(self, draft: Draft) -> None:
         """Slots that the last step read are free; blocks entered since are saved before anything overwrites them."""
         for slots in self._spent:
