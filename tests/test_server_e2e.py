@@ -157,3 +157,24 @@ def test_beam_search_finds_what_the_library_finds(server):
     books = httpx.get(url + "/ledger").json()
     assert books["blocks"]["used"] == 0
     assert books["requests"] == {"running": 0, "waiting": 0}
+
+
+def test_a_seed_repeats_itself_and_choices_differ(server):
+    url, _ = server
+    body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.0, "top_p": 1.0, "n": 3, "seed": 7}
+    texts = [[c["text"] for c in httpx.post(url + "/v1/completions", json=body).json()["choices"]] for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+    other = httpx.post(url + "/v1/completions", json={**body, "seed": 8}).json()
+    assert [c["text"] for c in other["choices"]] != texts[0]
+
+
+def test_bench_serve_measures_it(server):
+    url, _ = server
+    command = [sys.executable, "-m", "kvledger", "bench", "serve", "--url", url, "--workload", "16/4", "--json"]
+    options = ["--requests", "6", "--rate", "20", "--slo-e2e", "60s"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(done.stdout)
+    assert (found["num_sent"], found["num_complete"], found["num_output_tokens"]) == (6, 6, 24)
+    assert found["goodput_per_s"] > 0
+    assert 0 < found["ttft_s"]["p50"] <= found["e2e_s"]["p50"]

@@ -427,3 +427,35 @@ def test_a_request_id_in_use_is_refused_and_the_first_goes_on():
         served.script.gate.set()
         thread.join()
     assert first[0].json()["choices"][0]["text"] == "first"
+
+
+def test_a_fully_cached_prompt_still_answers(served: Running):
+    """The last token is always computed, so the last block is not taken from the cache."""
+    prompt = ("exactly thirty-two bytes, " + "say:ok").rjust(32, "_")
+    assert len(prompt) == 32
+    first = served.post("/v1/completions", prompt=prompt).json()
+    again = served.post("/v1/completions", prompt=prompt).json()
+    assert again["choices"][0]["text"] == first["choices"][0]["text"] == "ok"
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+
+
+def test_priority_overtakes_in_the_queue():
+    ends: list[int] = []
+    with running(wait=False, max_num_seqs=1, queueing="priority") as served:
+        link = served.server.state.link
+
+        def ask(priority: int) -> None:
+            httpx.post(served.url + "/v1/completions", json={"prompt": "count:5", "priority": priority})
+            ends.append(priority)
+
+        until(lambda: link.state.value == "ready")
+        crowd = []
+        for number, priority in enumerate([5, 9, 7, 1], start=1):
+            crowd.append(threading.Thread(target=ask, args=(priority,)))
+            crowd[-1].start()
+            until(lambda number=number: link.num_open == number)
+        served.script.step_s = 0.01
+        served.script.gate.set()
+        for thread in crowd:
+            thread.join()
+    assert [p for p in ends if p != 5] == [1, 7, 9]
