@@ -75,15 +75,15 @@ def test_logits_correlate(computed):
 
 
 def test_transcripts(gguf):
-    """Greedy, exact text (scripts/make_transcripts.py)."""
+    """Greedy, exact text, all ten in one batch (scripts/make_transcripts.py)."""
     from kvledger.llm import LLM
 
     expected = json.loads((GOLDEN / "transcripts.json").read_text())
-    llm = LLM(gguf.path)
-    try:
-        params = SamplingParams(temperature=0.0, max_tokens=expected["max_tokens"])
-        prompts = [row["token_ids"] for row in expected["transcripts"]]
-        got = [output.outputs[0].text for output in llm.generate(prompts, params)]
-    finally:
-        llm.close()
-    assert got == [row["text"] for row in expected["transcripts"]]
+    with LLM(str(gguf.path), kv_memory="64MiB") as llm:
+        assert [llm.tokenizer.encode(row["prompt"]) for row in expected] == [row["token_ids"] for row in expected]
+        params = [SamplingParams(temperature=0.0, max_tokens=row["max_tokens"]) for row in expected]
+        outputs = llm.generate([row["token_ids"] for row in expected], params)
+    for row, output in zip(expected, outputs, strict=True):
+        assert output.text == row["text"], row["name"]
+        assert output.outputs[0].finish_reason == row["finish_reason"], row["name"]
+    assert "Paris" in expected[0]["text"]
