@@ -110,6 +110,24 @@ def test_tools_auto_calls(client: openai.OpenAI):
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Oslo"}
 
 
+def test_tools_auto_with_line_breaks_and_several_calls(client: openai.OpenAI):
+    """As Qwen's and Hermes' templates teach it."""
+    one = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    two = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    answer = client.chat.completions.create(model="script", messages=user(f"say:{one}\n{two}"), tools=[WEATHER, TIME])
+    calls = [(c.function.name, json.loads(c.function.arguments)) for c in answer.choices[0].message.tool_calls]
+    assert calls == [("get_weather", {"city": "Oslo"}), ("get_time", {})]
+
+
+@pytest.mark.parametrize(
+    "text", ["<b>bold</b>", "<tool is what I need", "<", "", "<tool_cal", " <tool_call> in a text"]
+)
+def test_tools_auto_lets_text_begin_as_it_likes(client: openai.OpenAI, text: str):
+    answer = client.chat.completions.create(model="script", messages=user(f"say:{text}"), tools=[WEATHER])
+    assert answer.choices[0].message.content == text
+    assert answer.choices[0].finish_reason == "stop"
+
+
 def test_tools_auto_holds_arguments_to_the_schema(client: openai.OpenAI):
     """The script begins a call and then leaves the schema; the grammar does not let it."""
     answer = client.chat.completions.create(

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -86,7 +87,7 @@ def model_card(url: str, api_key: str) -> dict[str, Any]:
 
 @contextmanager
 def started_server(model: str, options: list[str]) -> Iterator[str]:
-    """`kvledger serve` in a process of its own; its address once it is ready. Raises EngineDead if it does not start."""
+    """`kvledger serve` in a process of its own; its address once it is ready. Raises EngineDead if it never is."""
     command = [sys.executable, "-m", "kvledger", "serve", model, "--port", "0", *options]
     say("starting " + " ".join(command[2:]))
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -98,13 +99,12 @@ def started_server(model: str, options: list[str]) -> Iterator[str]:
                 break
         else:
             raise EngineDead(f"the server did not start: {said[-1] if said else 'it said nothing'}")
-        drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
+        Thread(target=process.stderr.read, daemon=True).start()  # its log must not fill the pipe
         try:
             yield found[1]
         finally:
             process.terminate()
             process.wait(30)
-            drain.wait(5)
 
 
 def show(found: ServeBench, has_slo: bool) -> None:

@@ -104,11 +104,12 @@ def _any_call(plan: ToolPlan) -> dict[str, Any]:
 
 def auto_grammar(plan: ToolPlan) -> str:
     """Lark grammar of an answer that is either plain text or calls, each held to its function's schema."""
-    most = MAX_CALLS if plan.parallel else 1
+    more = f" (BREAK? call){{0,{MAX_CALLS - 1}}}" if plan.parallel else ""
     return (
         f"start: calls | TEXT\n"
-        f"calls: call{{1,{most}}}\n"
-        f'call: "{OPEN}" body "{CLOSE}"\n'
+        f"calls: call{more}\n"
+        f'call: "{OPEN}" BREAK? body BREAK? "{CLOSE}"\n'
+        f'BREAK: "\\n"\n'
         f"body: %json {json.dumps(_any_call(plan))}\n"
         f"TEXT: /{_not_beginning_with(OPEN)}/\n"
     )
