@@ -120,8 +120,12 @@ def test_a_folder_answers(tmp_path):
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    with LLM(str(folder), kv_memory="1MiB") as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        (output,) = llm.generate(["The same text"], params)
-    assert len(output.outputs[0].token_ids) == 12
-    assert output.prompt_token_ids == tuple(tokenizer.encode("The same text").ids)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    sizes = []
+    for quantise in ("", "q8_0", "q4_1"):
+        with LLM(str(folder), kv_memory="1MiB", quantise=quantise) as llm:
+            (output,) = llm.generate(["The same text"], params)
+            sizes.append(llm.loaded.model.weight_bytes)
+        assert len(output.outputs[0].token_ids) == 12
+        assert output.prompt_token_ids == tuple(tokenizer.encode("The same text").ids)
+    assert sizes[0] > 3.7 * sizes[1] > 6.2 * sizes[2]  # 32, 8.5 and 5 bits per weight, norms apart

@@ -63,7 +63,7 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
 
     config, say = config or EngineConfig(), progress or _say_nothing
     path = _locate(str(model), say)
-    gguf = open_weights(path)
+    gguf = open_weights(path, config.exec.quantise.upper())
     spec = model_from_gguf(gguf.metadata, gguf.facts, str(path))
     max_model_len = context_of(spec, config)
     pool = local_pool(spec, config, *host_memory())

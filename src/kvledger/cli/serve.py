@@ -39,6 +39,7 @@ def serve(
     request_timeout: str = typer.Option("", help="A request's longest life, as 60s or 5min; default: no limit."),
     threads: int = typer.Option(None, help="Threads that compute; default: every core."),
     activations: str = typer.Option(_EXEC.activations, help="Arithmetic of activations: auto, int8, int8x2 or fp32."),
+    quantise: str = typer.Option(_EXEC.quantise, help="Safetensors only: q8_0 or q4_1 as they are read."),
     served_model_name: list[str] = typer.Option([], help="Name(s) the model answers to; default: as given."),
     temperature: float = typer.Option(None, help="Default where a request names none; default: the model's."),
     top_p: float = typer.Option(None, help="Default where a request names none; default: the model's."),
@@ -70,6 +71,7 @@ def serve(
         max_queue=max_queue,
         num_threads=threads,
         activations=one_of("--activations", activations, ("auto", "int8", "int8x2", "fp32")),
+        quantise=quantise,
     )
     settings = Settings(
         api_keys=tuple(api_key),

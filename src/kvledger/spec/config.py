@@ -55,10 +55,18 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExecConfig:
-    """How the CPU executor computes: threads (None: all cores) and int8 terms per activation (see docs)."""
+    """How the CPU executor computes: threads (None: all cores) and int8 terms per activation (see docs).
+
+    `quantise` turns the matrices of safetensors into that type of GGUF as they are read; a GGUF file is used as it is.
+    """
 
     num_threads: int | None = None
     activations: Literal["auto", "int8", "int8x2", "fp32"] = "auto"
+    quantise: Literal["", "q8_0", "q4_1"] = ""
+
+    def __post_init__(self) -> None:
+        if self.quantise not in ("", "q8_0", "q4_1"):
+            raise ConfigError(f"weights are quantised to q8_0 or q4_1, not {self.quantise!r}")
 
 
 @dataclass(frozen=True, slots=True)
