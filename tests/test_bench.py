@@ -1,0 +1,129 @@
+"""The measurements themselves: counts that must come out, and a trace played by both clocks."""
+
+import pytest
+
+from kvledger.bench.common import Instant
+from kvledger.bench.engine import bench_engine
+from kvledger.bench.lesson import Lesson
+from kvledger.bench.policies import Setup, compare_policies, measure_policies, skewed_trace, sweep_block_sizes
+from kvledger.bench.recompute import count_forwards, time_forwards
+from kvledger.bench.sharing import count_beam_sharing, count_sample_sharing, measure_prefix_hit
+from kvledger.build import build_engine
+from kvledger.llm import engine_config
+from kvledger.plan.workload import find_workload
+from kvledger.simulate.replay import poisson
+from kvledger.spec.kv import FullKV
+from kvledger.spec.model import Layer, ModelSpec
+from tiny_model import write_tiny_model
+
+SPEC = ModelSpec("m", "m", 64, 300, 2048, (Layer(FullKV(2, 32, 32), 40_000),) * 2, 4, 20_000, 0)
+
+
+class PerStep:
+    """A step costs a second whatever it computes: memory-bound decoding at its purest."""
+
+    def seconds(self, shape):
+        return 1.0
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("bench") / "tiny.gguf"))
+
+
+@pytest.fixture
+def loaded(path):
+    model = build_engine(path, engine_config(kv_memory="2MiB", max_num_seqs=16, prefix_caching=False))
+    yield model
+    model.engine.scheduler.check()
+    model.engine.close()
+
+
+def test_the_lessons_count_of_forwards():
+    found = count_forwards(SPEC, 1000, 1000)
+    assert (found.with_cache, found.without_cache) == (1_999, 1_499_500)
+    small = count_forwards(SPEC, 7, 5)
+    assert (small.with_cache, small.without_cache) == (11, 7 + 8 + 9 + 10 + 11)
+
+
+def test_forwards_are_timed_on_kernels(loaded):
+    found = time_forwards(loaded, 20, 10)
+    assert (found.with_cache, found.without_cache) == (29, 20 * 10 + 45)
+    assert found.with_cache_s > 0
+    assert found.without_cache_s > 0
+
+
+def test_paging_wastes_less_runs_more_and_is_faster():
+    trace = skewed_trace(SPEC, find_workload("sharegpt"), count=60)
+    pool = 4096 * SPEC.kv_layout().bytes_per_token
+    static, orca, paged, chunked = compare_policies(Setup(SPEC, PerStep(), pool), trace)
+    tokens = sum(arrival.num_output for arrival in trace)
+    assert {run.result.num_output_tokens for run in (static, orca, paged, chunked)} == {tokens}
+    assert static.times == 1.0
+    assert orca.result.mean_batch <= 4096 // 2048 < paged.result.mean_batch
+    assert orca.result.mean_waste > 0.5
+    assert max(paged.result.mean_waste, chunked.result.mean_waste) < 0.04
+    assert chunked.times > 3 > orca.times > 1.0
+
+
+def test_larger_blocks_waste_more():
+    trace = skewed_trace(SPEC, find_workload("sharegpt"), count=40)
+    runs = sweep_block_sizes(Setup(SPEC, PerStep(), 1 << 22), trace, (8, 64, 256))
+    wastes = [run.result.mean_waste for run in runs]
+    assert wastes == sorted(wastes)
+    assert wastes[0] < 0.02 < 0.1 < wastes[2]
+
+
+def test_policies_on_kernels_give_everyone_their_tokens(path):
+    trace = poisson(find_workload("20/8"), 6, 200.0, 12, max_prompt=64, max_output=12, vocab_size=250)
+    runs = measure_policies(path, trace, 1 << 20, 128)
+    assert [run.result.num_output_tokens for run in runs] == [48] * 4
+    assert all(len(run.result.requests) == 6 for run in runs)
+    assert all(times.ttft_s is not None for run in runs for times in run.result.requests)
+
+
+def test_arrivals_follow_their_rate_and_the_clock_waits():
+    arrivals = poisson(find_workload("20/4"), 400, 2.0, 8, max_prompt=64, max_output=8, vocab_size=250, seed=1)
+    assert arrivals[-1].at_s == pytest.approx(200, rel=0.15)
+    result = Setup(SPEC, Instant(), 1 << 22, 128).run(arrivals[:50])
+    assert result.seconds == pytest.approx(arrivals[49].at_s)
+    assert all(times.ttft_s == pytest.approx(0.0, abs=1e-9) for times in result.requests)
+
+
+def test_sharing_is_counted_in_blocks(loaded):
+    samples = count_sample_sharing(loaded, n=4, prompt=64, output=20)
+    # four full blocks but for the last token, then a copy of that block and one or two more for each
+    assert samples.copied_blocks == 4 * 6
+    assert samples.shared_blocks == 3 + 4 * 3
+    beams = count_beam_sharing(loaded, width=3, prompt=64, output=20)
+    assert beams.shared_blocks < beams.copied_blocks
+
+
+def test_a_prefix_hit_computes_only_the_rest(path):
+    model = build_engine(path, engine_config(kv_memory="2MiB"))
+    found = measure_prefix_hit(model, prompt=400, repeats=1)
+    assert found.num_cached == 384
+    assert found.cold_s > 0
+    assert found.hit_s > 0
+    model.engine.close()
+
+
+def test_engine_bench_counts_its_own_steps(path):
+    found = bench_engine(path, batch=3, prompt=20, output=9, repeats=1)
+    assert found.num_decode_steps == 8
+    assert found.decode_tokens_per_s == pytest.approx(3 * 8 / found.decode_s)
+    assert found.kv_bytes == 3 * 28 * 512  # tokens × layers × heads × (K + V) × 32 dims × 2 bytes
+    json = found.as_json()
+    assert json["prefill_tokens_per_s"] == found.prefill_tokens_per_s
+    assert 0 <= json["overhead"] < 1
+
+
+def test_the_lesson_prints_what_it_has():
+    trace = skewed_trace(SPEC, find_workload("alpaca"), count=10)
+    setup = Setup(SPEC, PerStep(), 1 << 22)
+    found = Lesson(count_forwards(SPEC, 10, 10), compare_policies(setup, trace), sweep_block_sizes(setup, trace, (16,)))
+    assert [title.split(" ")[0] for title, _ in found.tables()] == ["Token", "opt-13b", "The"]
+    json = found.as_json()
+    assert json["forwards"]["with_cache"] == 19
+    assert "requests" not in json["policies"][0]["result"]
+    assert json["policies"][0]["result"]["tokens_per_s"] > 0
