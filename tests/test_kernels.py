@@ -9,14 +9,17 @@ import pytest
 
 from kvledger.kernels import attention as att
 from kvledger.kernels import elementwise as ew
-from kvledger.kernels import isa
+from kvledger.kernels import isa, kv_pages, kv_write
 from kvledger.kernels import matmul as mm
 from kvledger.kernels import matmul_amx as amx
+from kvledger.kernels import matmul_f32 as f32
 from kvledger.kernels import reference as ref
 from kvledger.kernels.team import Team, empty_program
+from kvledger.spec.kv import FullKV, KVStorage
 
 RNG = np.random.default_rng(7)
-MODES = [*(m for m in mm.TERM_BITS if m != "bf16"), *(["bf16"] if isa.ISA.amx else [])]
+INTEGER = [m for m, bits in mm.TERM_BITS.items() if bits >= 0]
+MODES = [*INTEGER, "fp32", *(["bf16"] if isa.ISA.amx else [])]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -28,7 +31,7 @@ def team(request):
 
 def run(team, ops, rows, scratch_bytes=1 << 20, **words):
     """Run ops over `rows` rows; `words` are ctx words by name: arrays or numbers."""
-    scratch = mm.aligned_empty(scratch_bytes * team.num_threads)
+    scratch = mm.aligned_zeros(scratch_bytes * team.num_threads)
     ctx = np.zeros(64, np.int64)
     ctx[[mm.ROWS, mm.SCRATCH, mm.SCRATCH_BYTES, mm.NUM_THREADS]] = (
         rows, scratch.ctypes.data, scratch_bytes, team.num_threads)  # fmt: skip
@@ -52,12 +55,14 @@ def random_matrix(rows, cols, bits, wide):
 
 def product(team, x, packed, mode, bias=None, into=None):
     rows, cols = x.shape
-    acts = mm.Activations.empty(rows, cols)
+    acts = mm.Activations.empty(rows, cols, mode)
     y = padded(rows, packed.num_tiles * 16) if into is None else into
     bias = np.zeros(y.shape[1], np.float32) if bias is None else bias
     source = np.ascontiguousarray(x, np.float32)
     if mode == "bf16":
         op = amx.matmul(acts, packed, y.ctypes.data, y.shape[1] * 4, bias, add=into is not None)
+    elif mode == "fp32":
+        op = f32.matmul(acts, packed, y.ctypes.data, y.shape[1] * 4, bias, add=into is not None)
     else:
         op = mm.matmul(acts, packed, y.ctypes.data, y.shape[1] * 4, mode, bias, add=into is not None)
     run(team, [ew.quantise(source.ctypes.data, acts, mode), op], rows)
@@ -68,6 +73,8 @@ def rounded(x, mode):
     """Activations as the kernel sees them."""
     if mode == "bf16":
         return ref.to_bf16(x)
+    if mode == "fp32":
+        return x
     level, scale = ref.quantise(x, mm.TERM_BITS[mode])
     return (level.reshape(len(x), -1, 32) * scale[..., None]).reshape(x.shape)
 
@@ -89,6 +96,20 @@ def test_product_is_the_reference_and_rows_do_not_matter(team, bits, wide, mode)
     assert np.array_equal(product(team, x[20:21], packed, mode), every[20:21])
 
 
+@pytest.mark.parametrize(("bits", "mode"), [(16, "fp32"), (32, "fp32"), *([(16, "bf16")] if isa.ISA.amx else [])])
+def test_product_with_plain_weights(team, bits, mode):
+    w = RNG.standard_normal((56, 96)).astype(np.float32)
+    packed = mm.pack_dense(w, bits)
+    x = RNG.standard_normal((37, 96)).astype(np.float32)
+    expected = rounded(x, mode) @ (ref.to_bf16(w) if bits == 16 else w).T
+    every = product(team, x, packed, mode)
+    assert np.abs(every - expected).max() <= (2e-5 if mode == "bf16" else 2e-6) * np.abs(expected).max()
+    assert np.array_equal(product(team, x[:3], packed, mode), every[:3])
+    tokens, found = np.array([55, 0, 17], np.int32), padded(3, 96)
+    run(team, [ew.embed(packed, found.ctypes.data)], 3, TOKENS=tokens)
+    assert np.array_equal(found[:3], (ref.to_bf16(w) if bits == 16 else w)[tokens])
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_product_adds_to_what_is_there_and_takes_a_bias(team, mode):
     packed, _ = random_matrix(32, 64, 4, False)
@@ -100,7 +121,7 @@ def test_product_adds_to_what_is_there_and_takes_a_bias(team, mode):
     assert np.allclose(after, start + plain + bias, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if m != "bf16"])
+@pytest.mark.parametrize("mode", INTEGER)
 def test_norm_and_quantise(team, mode):
     x = RNG.standard_normal((19, 128)).astype(np.float32) * 3
     weight = RNG.standard_normal(128).astype(np.float32)
@@ -144,7 +165,8 @@ def test_embedding_is_exact(team, bits, wide):
 def attend(team, qkv, shape, starts, angles, pool, num_blocks, tables, split=False):
     """Write keys and values of `qkv` [rows, heads + 2 KV heads, dim] and attend. `starts`: (first row, position)."""
     rows, max_rows = len(qkv), 64
-    q = np.zeros((shape.kv_heads * max_rows * shape.ratio + 16, shape.padded_dim), np.uint16)
+    q_type = np.float32 if shape.size == 4 else np.uint16
+    q = np.zeros((shape.kv_heads * max_rows * shape.ratio + 16, shape.padded_dim), q_type)
     out = np.zeros((rows, shape.heads, shape.dim), np.float32)
     source = np.ascontiguousarray(qkv, np.float32)
     first = [a for a, _ in starts] + [rows]
@@ -165,7 +187,7 @@ def attend(team, qkv, shape, starts, angles, pool, num_blocks, tables, split=Fal
     held = np.zeros(max(1, partials) * shape.kv_heads * att.SPLIT_ROWS * (shape.dim + 16), np.float32)
     units, merges = np.array(units, np.int64), np.array(merges, np.int64).reshape(-1, att.MERGE_WORDS)
     ops = [
-        att.rope_write(shape, source.ctypes.data, q, angles, shape.dim**-0.5, max_rows),
+        kv_write.rope_write(shape, source.ctypes.data, q, angles, shape.dim**-0.5, max_rows),
         *att.attention(shape, q, out.ctypes.data, max_rows),
     ]
     run(team, ops, rows, POSITIONS=positions, SEGMENT_OF=segment_of, TABLE_STRIDE=tables.shape[1], POOL=pool,
@@ -174,11 +196,12 @@ def attend(team, qkv, shape, starts, angles, pool, num_blocks, tables, split=Fal
     return out
 
 
-def setting(heads=6, kv_heads=2, dim=64, block=16, tokens=300, window=0, cap=0.0):
-    page = kv_heads * block * dim * 4
+def setting(heads=6, kv_heads=2, dim=64, block=16, tokens=300, window=0, cap=0.0, kind="bf16"):
+    page = FullKV(kv_heads, dim, dim).tile_bytes(block, KVStorage.of(kind))
     num_blocks = 2 * -(-tokens // block) + 1
-    shape = att.AttentionShape(heads, kv_heads, dim, block, page, 0, 0, window, cap)
-    pool = mm.aligned_empty(num_blocks * page + (1 << 16))
+    shape = kv_pages.AttentionShape(heads, kv_heads, dim, block, page, 0, 0, window, cap, kind)
+    assert shape.head_bytes * kv_heads == page
+    pool = mm.aligned_zeros(num_blocks * page + (1 << 16))
     pool[:] = 0
     order = RNG.permutation(num_blocks).astype(np.int32)
     half = num_blocks // 2
@@ -191,8 +214,10 @@ def setting(heads=6, kv_heads=2, dim=64, block=16, tokens=300, window=0, cap=0.0
 
 def expected_attention(qkv, shape, angles):
     q, k, v = np.split(qkv, [shape.heads, shape.heads + shape.kv_heads], axis=1)
-    q = ref.to_bf16(ref.rope(q, angles) * np.float32(shape.dim**-0.5))
-    return ref.attention(q, ref.to_bf16(ref.rope(k, angles)), ref.to_bf16(v), 0, shape.window, shape.cap)
+    q = ref.rope(q, angles) * np.float32(shape.dim**-0.5)
+    stored = ref.STORED[shape.kind]
+    q = q if shape.kind == "fp32" else ref.to_bf16(q)
+    return ref.attention(q, stored(ref.rope(k, angles)), stored(v), 0, shape.window, shape.cap)
 
 
 def in_chunks(team, sizes, shape, pool, num_blocks, tables, angles, qkv, **how):
@@ -209,7 +234,8 @@ def in_chunks(team, sizes, shape, pool, num_blocks, tables, angles, qkv, **how):
     [
         {}, {"dim": 80, "kv_heads": 1}, {"dim": 96, "block": 32}, {"dim": 128, "heads": 2}, {"dim": 256, "tokens": 70},
         {"window": 40}, {"window": 256, "tokens": 600}, {"cap": 5.0}, {"block": 64}, {"block": 256}, {"block": 8},
-        {"dim": 16, "heads": 4},
+        {"dim": 16, "heads": 4}, {"kind": "int8"}, {"kind": "int8", "block": 8, "dim": 80, "kv_heads": 1},
+        {"kind": "fp8_e4m3", "block": 32}, {"kind": "fp32"}, {"kind": "fp32", "block": 8, "window": 40},
     ],
     ids=str,
 )  # fmt: skip
@@ -218,8 +244,9 @@ def test_attention_is_the_reference_however_it_is_cut(team, case):
     shape, angles, qkv = setup[0], setup[4], setup[5]
     whole = in_chunks(team, [64], *setup)
     expected = expected_attention(qkv, shape, angles)
-    assert np.abs(whole - expected).max() <= 0.03 * np.abs(expected).max()  # bf16 weights of the values
-    assert np.linalg.norm(whole - expected) <= 4e-3 * np.linalg.norm(expected)
+    largest, mean = (1e-5, 2e-6) if shape.kind == "fp32" else (0.03, 4e-3)  # bf16 weights of the values
+    assert np.abs(whole - expected).max() <= largest * np.abs(expected).max()
+    assert np.linalg.norm(whole - expected) <= mean * np.linalg.norm(expected)
     for sizes in ([5, 1, 17],):
         assert np.array_equal(in_chunks(team, sizes, *setup), whole)
     assert np.array_equal(in_chunks(team, [1, 30], *setup, split=True), whole)
@@ -228,7 +255,9 @@ def test_attention_is_the_reference_however_it_is_cut(team, case):
 def test_attention_beside_another_sequence(team):
     shape, pool, num_blocks, tables, angles, qkv = setting(tokens=40)
     alone = attend(team, qkv[:20], shape, [(0, 0)], angles, pool, num_blocks, tables)
-    both = attend(team, qkv[[*range(20, 40), *range(20)]], shape, [(0, 0), (20, 0)], angles, pool, num_blocks, tables[::-1].copy())
+    both = attend(
+        team, qkv[[*range(20, 40), *range(20)]], shape, [(0, 0), (20, 0)], angles, pool, num_blocks, tables[::-1].copy()
+    )
     assert np.array_equal(both[20:], alone)
 
 
@@ -245,7 +274,9 @@ def test_a_poisoned_block_does_not_poison_the_next_owner(team):
 
 def test_an_unknown_path_is_named():
     code = "import kvledger.kernels.isa"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, isa.ENV: "mmx"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, isa.ENV: "mmx"}, capture_output=True, text=True
+    )
     assert f"{isa.ENV}=mmx: this CPU runs" in done.stderr
 
 

@@ -32,7 +32,11 @@ class Weights:
 
     def add(self, name: str, values: np.ndarray, kind: str = "F32") -> None:
         values = np.ascontiguousarray(values, np.float32)
-        data = values.view(np.uint8).reshape(-1) if kind == "F32" else np.frombuffer(bytes(BYTES[kind][2](values)), np.uint8)
+        data = (
+            values.view(np.uint8).reshape(-1)
+            if kind == "F32"
+            else np.frombuffer(bytes(BYTES[kind][2](values)), np.uint8)
+        )
         self.tensors[name] = Tensor(name, values.shape, kind, data)
 
 

@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from kvledger.errors import UnsupportedModel
 from kvledger.exec.batch import Batch, cut, make_batch
+from kvledger.exec.block_store import BlockStore
 from kvledger.exec.sampler import sample_rows, score
 from kvledger.kernels import attention as att
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.team import Team
-from kvledger.model.decoder import HEAD_ROWS, MAX_ROWS, build
+from kvledger.model.decoder import HEAD_ROWS, build
+from kvledger.model.linear import MAX_ROWS
 from kvledger.model.registry import read_decoder
 from kvledger.sched.step import Chunk, Sample, Step, StepResult
 from kvledger.spec.config import ExecConfig
@@ -30,7 +31,7 @@ from kvledger.spec.model import ModelSpec
 from kvledger.weights.open import WeightsFile, open_weights
 
 Array = np.ndarray[Any, Any]
-MODES = {"auto": "bf16" if ISA.amx else "int12", "int8": "int8", "int8x2": "int8x2"}
+MODES = {"auto": "bf16" if ISA.amx else "int12", "int8": "int8", "int8x2": "int8x2", "fp32": "fp32"}
 _PAD_BYTES = 1 << 16  # kernels may read, never write, a little past the last page
 
 
@@ -42,22 +43,19 @@ class CpuExecutor:
     """
 
     def __init__(self, weights: WeightsFile | str | Path, spec: ModelSpec, layout: KVLayout, num_blocks: int,
-                 config: ExecConfig | None = None, progress: Callable[[float], None] = lambda share: None) -> None:  # fmt: skip # noqa: E501
+                 config: ExecConfig | None = None, progress: Callable[[float], None] = lambda share: None,
+                 store: BlockStore | None = None) -> None:  # fmt: skip
         config = config or ExecConfig()
-        if config.activations not in MODES:
-            raise UnsupportedModel(f"activations {config.activations!r} are not computed here; {', '.join(MODES)} are")
-        if any(t.name != "bf16" for g in layout.groups for t in (g.storage.key, g.storage.value)):
-            raise UnsupportedModel(f"KV type {layout.groups[0].storage.name} is not computed here; bf16 is")
         gguf = open_weights(weights) if isinstance(weights, str | Path) else weights
         self.layout, self._num_blocks = layout, num_blocks
         decoder = read_decoder(gguf.metadata, spec, gguf.tensors)
         positions = min(decoder.max_context, num_blocks * layout.block_size)
         self.model = build(decoder, gguf.tensors, layout, MODES[config.activations], positions, progress)
-        self._pool = mm.aligned_empty(num_blocks * layout.block_bytes + _PAD_BYTES)
+        self._pool = mm.aligned_zeros(num_blocks * layout.block_bytes + _PAD_BYTES)
         self._pages = self._pool[: num_blocks * layout.block_bytes].reshape(layout.pool_shape(num_blocks))
         self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
-        self._scratch = mm.aligned_empty(self._team.num_threads * self.model.scratch_bytes)
-        self._tier: dict[int, Array] = {}  # blocks swapped out, by place
+        self._scratch = mm.aligned_zeros(self._team.num_threads * self.model.scratch_bytes)
+        self._store = store or BlockStore(layout)  # blocks outside the pool, by tier slot
         self._partials = np.empty(0, np.float32)
         self._ctx = np.zeros(64, np.int64)
         self._ctx[[mm.SCRATCH, mm.SCRATCH_BYTES, mm.NUM_THREADS]] = (
@@ -102,10 +100,10 @@ class CpuExecutor:
     # ------------------------------------------------------------------------------------------ inside
 
     def _move_blocks(self, step: Step) -> None:
-        for block, place in step.swaps_out:
-            self._tier[place] = self._pages[:, block].copy()
-        for place, block in step.swaps_in:
-            self._pages[:, block] = self._tier.pop(place)
+        for block, slot in step.swaps_out:
+            self._store[slot] = self._pages[:, block].copy()
+        for slot, block in step.swaps_in:
+            self._pages[:, block] = self._store.pop(slot)
         for source, destination in step.copies:
             self._pages[:, destination] = self._pages[:, source]
 
@@ -129,7 +127,7 @@ class CpuExecutor:
                 part = batch.logit_rows[first : first + HEAD_ROWS]
                 while len(part):
                     take = part[: HEAD_ROWS - waiting]
-                    self.model.buffers.head_x[waiting : waiting + len(take)] = self.model.buffers.x[take]
+                    self.model.head_x[waiting : waiting + len(take)] = self.model.x[take]
                     waiting, part = waiting + len(take), part[len(take) :]
                     if waiting == HEAD_ROWS:
                         yield rows[done : done + waiting], self._head(waiting)
@@ -139,8 +137,8 @@ class CpuExecutor:
 
     def _forward(self, segments: Any) -> Batch:
         d = self.model.decoder
-        batch = make_batch(segments, len(self.layout.groups), d.heads // d.kv_heads, d.kv_heads, self._team.num_threads)
-        partial_floats = batch.num_partials * d.kv_heads * att.SPLIT_ROWS * (d.head_dim + 16)
+        batch = make_batch(segments, len(self.layout.groups), d.ratio, d.kv_heads, self._team.num_threads)
+        partial_floats = batch.num_partials * d.kv_heads * att.SPLIT_ROWS * (d.value_dim + 16)
         if partial_floats > self._partials.size:
             self._partials = np.empty(2 * partial_floats, np.float32)
         ctx = self._ctx
@@ -158,4 +156,4 @@ class CpuExecutor:
     def _head(self, num_rows: int) -> Array:
         self._ctx[mm.ROWS] = num_rows
         self._team.run(self.model.head, self._ctx)
-        return self.model.buffers.logits[:num_rows]
+        return self.model.logits[:num_rows, : self.model.decoder.vocab]

@@ -1,8 +1,7 @@
-"""Attention over paged keys and values, for any mix of prompt and decode rows; and the KV write that precedes it.
+"""Attention over paged keys and values, for any mix of prompt and decode rows.
 
-A page holds one layer's part of a block. Per KV head it keeps the keys, in tiles of 16 tokens laid out as pairs of
-channels ([D/2][16][2]), then the values as pairs of tokens ([tokens/2][D][2]): both are operands of a bf16 dot product
-as they stand. Query rows of one KV head (tokens × heads that share it) are computed together.
+Pages are laid out as `kv_pages.py` says. What is stored in bf16 in blocks of 16 tokens or more is an operand of the
+dot product as it stands; other types and smaller blocks are brought into that form first, a span at a time. Query rows of one KV head (tokens × heads that share it) are computed together.
 
 Keys are taken in spans of 256 at fixed positions. Each span gives (max, sum, output) from nothing, and spans are merged
 in ascending order (online softmax, Milakov & Gimelshein, arXiv:1805.02867). So a row's result depends neither on the
@@ -12,29 +11,18 @@ pool never holds anything but finite numbers. Products of weights and samplers a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numba.core import types
 
 from kvledger.kernels import simd
-from kvledger.kernels.elementwise import (
-    BF16_MAX,
-    NUM_BLOCKS,
-    POOL,
-    POSITIONS,
-    SEGMENT_OF,
-    TABLE_STRIDE,
-    TABLES,
-    inverse_rms,
-    rows_chunk,
-    tanh,
-)  # fmt: skip
+from kvledger.kernels.elementwise import NUM_BLOCKS, POOL, TABLE_STRIDE, TABLES, tanh
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel, inline
+from kvledger.kernels.kv_pages import KINDS, LATENT, AttentionShape, stage_keys, stage_latent, stage_values
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES
-from kvledger.kernels.simd import I32, I64, VF32, VI32, Emit, Val, emitted, float_bits
+from kvledger.kernels.simd import F32, I32, I64, VF32, VI32, Emit, Val, emitted, float_bits
 from kvledger.kernels.team import next_item
 
 SPAN = 256  # keys per span
@@ -88,6 +76,39 @@ def _mix_rows(rows: int, width: int) -> Any:
     return emitted(types.void, [types.int64] * 7, emit)
 
 
+def _scores_rows_f32(rows: int) -> Any:
+    """As `_scores_rows` in float32: keys as [D][16], `dim` channels."""
+
+    def emit(e: Emit, q: Val, ldq: Val, keys: Val, dim: Val, out: Val) -> None:
+        sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
+        with e.loop(dim) as d:
+            k = e.load(VF32, keys + d * 64)
+            for r in range(rows):
+                sums[r].set(e.fma(k, e.load_splat(F32, q + ldq * r + d * 4), sums[r].get()))
+        for r in range(rows):
+            e.store(sums[r].get(), out, r * SPAN * 4)
+
+    return emitted(types.void, [types.int64] * 5, emit)
+
+
+def _mix_rows_f32(rows: int) -> Any:
+    """out[rows, 16] = P · V in float32 over tiles of [16 keys][D]."""
+
+    def emit(e: Emit, p: Val, addresses: Val, tiles: Val, offset: Val, ldv: Val, out: Val, ldo: Val) -> None:
+        sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
+        with e.loop(tiles) as t:
+            values = e.load(I64, addresses + t * 8) + offset
+            for key in range(16):
+                v = e.load(VF32, values + ldv * key)
+                for r in range(rows):
+                    weight = e.load_splat(F32, p + t * 64, r * SPAN * 4 + key * 4)
+                    sums[r].set(e.fma(v, weight, sums[r].get()))
+        for r in range(rows):
+            e.store(sums[r].get(), out + ldo * r)
+
+    return emitted(types.void, [types.int64] * 7, emit)
+
+
 def _scores_amx(e: Emit, q: Val, ldq: Val, keys: Val, blocks: Val, out: Val) -> None:
     """Scores of 16 query rows against one tile of 16 keys, 32 channels at a time."""
     e.tile_zero(0)
@@ -134,6 +155,7 @@ else:
     scores_amx = emitted(types.void, [types.int64] * 5, lambda e, *args: None)
     mix_amx4 = mix_amx1 = emitted(types.void, [types.int64] * 7, lambda e, *args: None)
 scores8, scores4, scores1 = _scores_rows(8), _scores_rows(4), _scores_rows(1)
+scores4_f32, scores1_f32, mix4_f32, mix1_f32 = *map(_scores_rows_f32, (4, 1)), *map(_mix_rows_f32, (4, 1))
 mix4x4, mix4x1, mix1x4, mix1x1 = _mix_rows(4, 4), _mix_rows(4, 1), _mix_rows(1, 4), _mix_rows(1, 1)
 
 
@@ -181,6 +203,28 @@ def all_scores(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ign
 
 
 @inline
+def all_scores_f32(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
+    """As `all_scores`."""
+    for t in range(first, tiles):
+        address = simd.get_i64(keys + 8 * t)
+        for r in range(0, rows // 4 * 4, 4):
+            scores4_f32(q + r * ldq, ldq, address, dim, out + (r * SPAN + t * 16) * 4)
+        for r in range(rows // 4 * 4, rows):
+            scores1_f32(q + r * ldq, ldq, address, dim, out + (r * SPAN + t * 16) * 4)
+
+
+@inline
+def all_mixes_f32(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
+    """As `all_mixes`."""
+    ldo = dim * 4
+    for d in range(0, dim, 16):
+        for r in range(0, rows // 4 * 4, 4):
+            mix4_f32(p + r * SPAN * 4, values, tiles, d * 4, ldo, out + r * ldo + d * 4, ldo)
+        for r in range(rows // 4 * 4, rows):
+            mix1_f32(p + r * SPAN * 4, values, tiles, d * 4, ldo, out + r * ldo + d * 4, ldo)
+
+
+@inline
 def all_mixes(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
     """out[rows, dim] = P · V over the span's tiles."""
     ldo, ldv = dim * 4, dim * 4
@@ -211,15 +255,18 @@ def all_mixes(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
 
 
 @inline
-def softmax_row(scores, p, first, tiles, low, high, cap):  # type: ignore[no-untyped-def]
+def softmax_row(scores, p, first, tiles, low, high, cap, scales, size):  # type: ignore[no-untyped-def]
     """Weights of one row over tiles [first, tiles): keys [low, high) of the span count. Returns (max, sum).
 
-    Scores become e^(score − max), stored as bf16; the sum is taken before rounding.
+    Scores become e^(score − max), stored in `size` bytes; the sum is taken before rounding. `scales` (0: none):
+    float32[SPAN] of the keys, then of the values, which multiply scores and weights.
     """
     masked = simd.splat(np.float32(MASKED))
     top = masked
     for t in range(first, tiles):
         s = simd.load_f32(scores + t * 64)
+        if scales != 0:
+            s = simd.mul(s, simd.load_f32(scales + t * 64))
         if cap > np.float32(0):
             limit = simd.splat(cap)
             s = simd.mul(tanh(simd.div(s, limit)), limit)
@@ -233,8 +280,13 @@ def softmax_row(scores, p, first, tiles, low, high, cap):  # type: ignore[no-unt
     base, total = simd.splat(best), simd.splat(np.float32(0))
     for t in range(first, tiles):
         weight = simd.exp(simd.sub(simd.load_f32(scores + t * 64), base))
-        simd.store_bf16(p + t * 32, weight)
         total = simd.add(total, weight)
+        if scales != 0:
+            weight = simd.mul(weight, simd.load_f32(scales + SPAN * 4 + t * 64))
+        if size == 4:
+            simd.store_f32(p + t * 64, weight)
+        else:
+            simd.store_bf16(p + t * 32, weight)
     return best, simd.reduce_add(total)
 
 
@@ -269,18 +321,66 @@ def write_row(state, source, out, dim):  # type: ignore[no-untyped-def]
         simd.store_f32(out + 4 * d, simd.mul(simd.load_f32(source + 4 * d), inverse))
 
 
+@inline
+def keep_row(to, best, total, part, dim):  # type: ignore[no-untyped-def]
+    """Keep a span's (best, total, part[dim]) for `_merge`."""
+    simd.put_f32(to, best)
+    simd.put_f32(to + 4, total)
+    for d in range(0, dim, 16):
+        simd.store_f32(to + 64 + d * 4, simd.load_f32(part + d * 4))
+
+
 # ---------------------------------------------------------------------------------------------- the kernels
+
+# names bound per variant
+scores_of: Any = None
+mixes_of: Any = None
+SIZE = 2  # bytes of a number in the form that is computed with
+IS_STAGED = False
+
+
+@inline
+def block_at(blocks, index):  # type: ignore[no-untyped-def]
+    """A block's number; any for one that a window has passed (−1): its keys are masked."""
+    return np.int64(max(0, simd.get_i32(blocks + index * 4)))
+
+
+@inline
+def find_tiles(is_staged, size, kind, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged):  # type: ignore[no-untyped-def]
+    """Addresses of the span's tiles of keys and values; `place`: (block table, pool, page bytes, head offset)."""
+    blocks, pool, page, offset = place
+    scales = staged + SPAN * (dim + vdim) * size
+    for t in range(first, tiles):
+        at = start + t * 16
+        base = pool + block_at(blocks, at // block) * page + offset
+        if not is_staged:
+            simd.put_i64(keys + 8 * t, base + at % block * dim * size)
+            simd.put_i64(values + 8 * t, base + block * dim * size + at % block * vdim * size)
+            continue
+        to_k, to_v = staged + t * 16 * dim * size, staged + (SPAN * dim + t * 16 * vdim) * size
+        simd.put_i64(keys + 8 * t, to_k)
+        simd.put_i64(values + 8 * t, to_v)
+        for half in range(16 // min(16, block)):
+            key = at + 8 * half if at + 8 * half < newest else at  # past the end: anything finite, it has no weight
+            base = pool + block_at(blocks, key // block) * page + offset
+            to_scales = scales + (t * 16 + half * 8) * 4
+            stage_keys(kind, base, key % block, block, dim, half, to_k, to_scales)
+            if kind < LATENT:
+                stage_values(kind, base, key % block, block, dim, half, to_v, to_scales + SPAN * 4)
+        if kind >= LATENT:
+            stage_latent(kind, to_k, vdim, to_v)
 
 
 def _attention(op: int, ctx: int, thread: int) -> None:
-    """Arguments: q, out, slot offset, page bytes, group, KV heads, ratio, dim, padded dim, block size, window, cap,
-    rows allocated, tile configuration.
+    """Arguments: q, out, slot, page bytes, group, KV heads, ratio, dim, padded dim, block size, window, cap, rows
+    allocated, tile configuration, kind, value dim, bytes of a head.
     """
     q, out, slot, page = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
     table, heads, ratio = simd.get_i64(op + 40), simd.get_i64(op + 48), simd.get_i64(op + 56)
-    dim, ldq, block = simd.get_i64(op + 64), simd.get_i64(op + 72) * 2, simd.get_i64(op + 80)
+    dim, ldq, block = simd.get_i64(op + 64), simd.get_i64(op + 72) * SIZE, simd.get_i64(op + 80)
     window, cap = simd.get_i64(op + 88), simd.as_f32(simd.get_i64(op + 96))
-    max_rows = simd.get_i64(op + 104)
+    max_rows, kind, vdim, head_bytes = (
+        simd.get_i64(op + 104), simd.get_i64(op + 120), simd.get_i64(op + 128), simd.get_i64(op + 136))  # fmt: skip
     tables = simd.get_i64(ctx + 8 * (TABLES + table))
     stride = simd.get_i64(ctx + 8 * TABLE_STRIDE) * 4
     pool = simd.get_i64(ctx + 8 * POOL) + slot * simd.get_i64(ctx + 8 * NUM_BLOCKS) * page
@@ -288,12 +388,14 @@ def _attention(op: int, ctx: int, thread: int) -> None:
     partials = simd.get_i64(ctx + 8 * PARTIALS)
     scores = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     p = scores + MAX_ROWS * SPAN * 4
-    keys, values = p + MAX_ROWS * SPAN * 2, p + MAX_ROWS * SPAN * 2 + 256
-    state = values + 256  # (max, sum) per row
+    keys = p + MAX_ROWS * SPAN * SIZE
+    values = keys + 128
+    state = values + 128  # (max, sum) per row
     total = state + MAX_ROWS * 8
-    part = total + MAX_ROWS * dim * 4
+    part = total + MAX_ROWS * vdim * 4
+    staged = part + MAX_ROWS * vdim * 4
+    scales = staged + SPAN * (dim + vdim) * SIZE if kind == 1 else 0
     num_items = simd.get_i64(ctx + 8 * NUM_UNITS) * heads
-    head_bytes = block * dim * 4
     if HAS_AMX:
         simd.tile_config(simd.get_i64(op + 112))
     while True:
@@ -305,49 +407,43 @@ def _attention(op: int, ctx: int, thread: int) -> None:
         row0, rows = simd.get_i64(unit + 8), simd.get_i64(unit + 16)
         span0, num_spans, partial = simd.get_i64(unit + 24), simd.get_i64(unit + 32), simd.get_i64(unit + 40)
         first_row, position = simd.get_i64(segment), simd.get_i64(segment + 16)
-        blocks = tables + simd.get_i64(unit) * stride
+        place = (tables + simd.get_i64(unit) * stride, pool, page, head * head_bytes)
         qr = q + (head * max_rows * ratio + first_row * ratio + row0) * ldq
-        oldest = 0
-        if window > 0:
-            oldest = max(0, position + row0 // ratio + 1 - window)
+        oldest = max(0, position + row0 // ratio + 1 - window) if window > 0 else 0
         newest = position + (row0 + rows - 1) // ratio + 1
         if partial < 0:
             for r in range(rows):
-                clear_row(state + r * 8, total + r * dim * 4, dim)
+                clear_row(state + r * 8, total + r * vdim * 4, vdim)
         for span in range(span0, span0 + num_spans):
             start = span * SPAN
             tiles = (min(SPAN, newest - start) + 15) // 16
             first = max(0, oldest - start) // 16
-            for t in range(first, tiles):
-                at = start + t * 16
-                base = pool + np.int64(simd.get_i32(blocks + at // block * 4)) * page + head * head_bytes
-                simd.put_i64(keys + 8 * t, base + at % block * dim * 2)
-                simd.put_i64(values + 8 * t, base + block * dim * 2 + at % block * dim * 2)
-            all_scores(qr, ldq, rows, keys, values, first, tiles, dim, scores)
+            if first < tiles:
+                find_tiles(
+                    IS_STAGED, SIZE, kind, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged
+                )
+                scores_of(qr, ldq, rows, keys, values, first, tiles, dim, scores)
             for r in range(rows):
                 seen = position + (row0 + r) // ratio + 1
                 low = max(0, seen - window - start) if window > 0 else 0
+                at = scores + r * SPAN * 4
                 best, weight = softmax_row(
-                    scores + r * SPAN * 4, p + r * SPAN * 2, first, tiles, low, seen - start, cap
-                )
-                simd.put_f32(scores + r * SPAN * 4, best)  # the row's scores have served
-                simd.put_f32(scores + r * SPAN * 4 + 4, weight)
-            all_mixes(p + first * 32, values + first * 8, tiles - first, dim, rows, part)
+                    at, p + r * SPAN * SIZE, first, tiles, low, seen - start, cap, scales, SIZE)  # fmt: skip
+                simd.put_f32(at, best)  # the row's scores have served
+                simd.put_f32(at + 4, weight)
+            mixes_of(p + first * 16 * SIZE, values + first * 8, tiles - first, vdim, rows, part)
             for r in range(rows):
                 best, weight = simd.get_f32(scores + r * SPAN * 4), simd.get_f32(scores + r * SPAN * 4 + 4)
                 if partial < 0:
-                    merge_row(state + r * 8, total + r * dim * 4, best, weight, part + r * dim * 4, dim)
+                    merge_row(state + r * 8, total + r * vdim * 4, best, weight, part + r * vdim * 4, vdim)
                 else:
-                    slot_at = partials + (((partial + span - span0) * heads + head) * SPLIT_ROWS + r) * (dim + 16) * 4
-                    simd.put_f32(slot_at, best)
-                    simd.put_f32(slot_at + 4, weight)
-                    for d in range(0, dim, 16):
-                        simd.store_f32(slot_at + 64 + d * 4, simd.load_f32(part + (r * dim + d) * 4))
+                    index = ((partial + span - span0) * heads + head) * SPLIT_ROWS + r
+                    keep_row(partials + index * (vdim + 16) * 4, best, weight, part + r * vdim * 4, vdim)
         if partial < 0:
             for r in range(rows):
                 row = first_row + (row0 + r) // ratio
-                to = out + ((row * heads + head) * ratio + (row0 + r) % ratio) * dim * 4
-                write_row(state + r * 8, total + r * dim * 4, to, dim)
+                to = out + ((row * heads + head) * ratio + (row0 + r) % ratio) * vdim * 4
+                write_row(state + r * 8, total + r * vdim * 4, to, vdim)
     if HAS_AMX:
         simd.tile_release(0)
 
@@ -377,152 +473,34 @@ def _merge(op: int, ctx: int, thread: int) -> None:
             write_row(state, state + 64, to, dim)
 
 
-@inline
-def rotate(source, target, dim, rope_dim, angles, norm, eps, scale):  # type: ignore[no-untyped-def]
-    """One head: target = rope(RMSNorm(source) · norm) · scale; halves paired (channel j with j + rope_dim / 2).
-
-    `angles`: cosines, then sines, of this position; `norm` 0: no norm. Su et al., arXiv:2104.09864.
-    """
-    half = rope_dim // 2
-    factor = scale
-    if norm != 0:
-        inverse = simd.splat(inverse_rms(source, dim, eps))
-        for d in range(0, dim, 16):
-            normed = simd.mul(simd.load_f32(source + 4 * d), inverse)
-            simd.store_f32(target + 4 * d, simd.mul(normed, simd.load_f32(norm + 4 * d)))
-        source = target
-    if half % 16 == 0:
-        wide = simd.splat(factor)
-        for d in range(0, half, 16):
-            c, s = simd.load_f32(angles + 4 * d), simd.load_f32(angles + 4 * (half + d))
-            a, b = simd.load_f32(source + 4 * d), simd.load_f32(source + 4 * (half + d))
-            x, y = simd.sub(simd.mul(a, c), simd.mul(b, s)), simd.fma(a, s, simd.mul(b, c))
-            simd.store_f32(target + 4 * d, simd.mul(x, wide))
-            simd.store_f32(target + 4 * (half + d), simd.mul(y, wide))
-    else:
-        for d in range(half):
-            c, s = simd.get_f32(angles + 4 * d), simd.get_f32(angles + 4 * (half + d))
-            a, b = simd.get_f32(source + 4 * d), simd.get_f32(source + 4 * (half + d))
-            simd.put_f32(target + 4 * d, (a * c - b * s) * factor)
-            simd.put_f32(target + 4 * (half + d), (a * s + b * c) * factor)
-    for d in range(rope_dim, dim):
-        simd.put_f32(target + 4 * d, simd.get_f32(source + 4 * d) * factor)
+def _variant(name: str, size: int, *, is_staged: bool) -> Kernel:
+    inner = (all_scores_f32, all_mixes_f32) if size == 4 else (all_scores, all_mixes)
+    bound = {"scores_of": inner[0], "mixes_of": inner[1], "SIZE": size, "IS_STAGED": is_staged}
+    return Kernel(f"attention_{name}", _attention, **bound, HAS_AMX=ISA.amx and size == 2)
 
 
-@inline
-def to_bf16(source, target, dim):  # type: ignore[no-untyped-def]
-    """dim float32 → bf16, cut to finite numbers: a block outlives its sequence, and 0 · NaN is not 0."""
-    top, bottom = simd.splat(np.float32(BF16_MAX)), simd.splat(np.float32(-BF16_MAX))
-    for d in range(0, dim, 16):
-        v = simd.load_f32(source + 4 * d)
-        simd.store_bf16(target + 2 * d, simd.minimum(simd.maximum(v, bottom), top))
-
-
-def _rope_write(op: int, ctx: int, thread: int) -> None:
-    """Arguments: qkv, q, slot, page bytes, group, KV heads, ratio, dim, padded dim, block size, rope dim, angles,
-    scale, query norm, key norm, eps, rows allocated.
-    """
-    qkv, q, slot, page = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
-    table, heads, ratio = simd.get_i64(op + 40), simd.get_i64(op + 48), simd.get_i64(op + 56)
-    dim, padded, block = simd.get_i64(op + 64), simd.get_i64(op + 72), simd.get_i64(op + 80)
-    rope_dim, angles, scale = simd.get_i64(op + 88), simd.get_i64(op + 96), simd.as_f32(simd.get_i64(op + 104))
-    q_norm, k_norm, eps = simd.get_i64(op + 112), simd.get_i64(op + 120), simd.as_f32(simd.get_i64(op + 128))
-    max_rows = simd.get_i64(op + 136)
-    positions, segment_of = simd.get_i64(ctx + 8 * POSITIONS), simd.get_i64(ctx + 8 * SEGMENT_OF)
-    tables = simd.get_i64(ctx + 8 * (TABLES + table))
-    stride = simd.get_i64(ctx + 8 * TABLE_STRIDE) * 4
-    pool = simd.get_i64(ctx + 8 * POOL) + slot * simd.get_i64(ctx + 8 * NUM_BLOCKS) * page
-    work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
-    half = work + dim * 4
-    rows, chunk = simd.get_i64(ctx), rows_chunk(ctx)
-    width = (ratio + 2) * heads * dim * 4
-    one = np.float32(1)
-    while True:
-        first = next_item(op) * chunk
-        if first >= rows:
-            break
-        for row in range(first, min(first + chunk, rows)):
-            position = np.int64(simd.get_i32(positions + 4 * row))
-            at = angles + position * rope_dim * 4
-            segment = np.int64(simd.get_i32(segment_of + 4 * row))
-            number = np.int64(simd.get_i32(tables + segment * stride + position // block * 4))
-            source = qkv + row * width
-            for h in range(heads * ratio):
-                rotate(source, work, dim, rope_dim, at, q_norm, eps, scale)
-                to = q + ((h // ratio * max_rows + row) * ratio + h % ratio) * padded * 2
-                to_bf16(work, to, dim)
-                source += dim * 4
-            within = position % block
-            tile = min(block, 16)
-            for h in range(heads):
-                to = pool + number * page + h * block * dim * 4
-                rotate(source, work, dim, rope_dim, at, k_norm, eps, one)
-                to_bf16(work, half, dim)
-                to_k = to + within // tile * tile * dim * 2 + within % tile * 4
-                for d in range(dim // 2):
-                    simd.put_i32(to_k + d * tile * 4, simd.get_i32(half + 4 * d))
-                to_bf16(source + heads * dim * 4, half, dim)
-                to_v = to + block * dim * 2 + within // 2 * dim * 4 + within % 2 * 2
-                for d in range(dim):
-                    simd.put_u16(to_v + d * 4, simd.get_u16(half + 2 * d))
-                source += dim * 4
-
-
-ATTENTION = Kernel("attention", _attention)
+KERNELS = {
+    (2, False): _variant("bf16", 2, is_staged=False),
+    (2, True): _variant("staged", 2, is_staged=True),
+    (4, False): _variant("fp32", 4, is_staged=False),
+    (4, True): _variant("fp32_staged", 4, is_staged=True),
+}
 MERGE = Kernel("attention_merge", _merge)
-ROPE_WRITE = Kernel("rope_write", _rope_write)
 
 
-def scratch_bytes(dim: int) -> int:
-    """Per thread: scores, weights, addresses, and two outputs of a unit."""
-    return MAX_ROWS * (SPAN * 6 + 8 + dim * 8) + 512 + 64
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """One layer's attention. `slot` and `group` place it in the pool; `window` 0: all keys; `cap` 0: none."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    block_size: int
-    page_bytes: int
-    group: int
-    slot: int
-    window: int = 0
-    cap: float = 0.0
-
-    @property
-    def ratio(self) -> int:
-        """Query heads per KV head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def padded_dim(self) -> int:
-        """Channels of a query row: whole AMX tiles of 32."""
-        return -(-self.dim // 32) * 32
-
-
-def rope_write(shape: AttentionShape, qkv: int, q: np.ndarray, angles: np.ndarray, scale: float, max_rows: int,
-               q_norm: np.ndarray | None = None, k_norm: np.ndarray | None = None, eps: float = 0.0) -> list[int]:  # fmt: skip
-    """The op that rotates queries (× scale, into `q`) and keys, and writes keys and values to their pages.
-
-    qkv: float32[rows, (heads + 2 KV heads) · dim]; q: uint16[KV heads, max_rows · ratio, padded dim];
-    angles: float32[positions, rope dim], cosines then sines.
-    """
-    norms = [0 if n is None else n.ctypes.data for n in (q_norm, k_norm)]
-    return [
-        ROPE_WRITE.address, qkv, q.ctypes.data, shape.slot, shape.page_bytes, shape.group, shape.kv_heads, shape.ratio,
-        shape.dim, shape.padded_dim, shape.block_size, angles.shape[1], angles.ctypes.data, float_bits(scale), *norms,
-        float_bits(eps), max_rows,
-    ]  # fmt: skip
+def scratch_bytes(dim: int, value_dim: int, size: int = 2) -> int:
+    """Per thread: scores, weights, addresses, two outputs of a unit, and a span brought into form with its scales."""
+    unit = MAX_ROWS * (SPAN * (4 + size) + 8 + value_dim * 8)
+    return unit + 512 + SPAN * ((dim + value_dim) * size + 8)
 
 
 def attention(shape: AttentionShape, q: np.ndarray, out: int, max_rows: int) -> list[list[int]]:
-    """The two ops out[row, head, dim] = softmax(q kᵀ) v: spans, then the merge of those dealt out to threads."""
+    """The two ops out[row, head, value dim] = softmax(q kᵀ) v: spans, then the merge of those dealt out to threads."""
+    size, kind = shape.size, KINDS[shape.kind]
+    is_staged = kind not in (KINDS["bf16"], KINDS["fp32"]) or shape.block_size < 16
     spans = [
-        ATTENTION.address, q.ctypes.data, out, shape.slot, shape.page_bytes, shape.group, shape.kv_heads, shape.ratio,
-        shape.dim, shape.padded_dim, shape.block_size, shape.window, float_bits(shape.cap), max_rows,
-        TILE_SHAPES.ctypes.data,
+        KERNELS[size, is_staged].address, q.ctypes.data, out, shape.slot, shape.page_bytes, shape.group,
+        shape.kv_heads, shape.ratio, shape.dim, shape.padded_dim, shape.block_size, shape.window,
+        float_bits(shape.cap), max_rows, TILE_SHAPES.ctypes.data, kind, shape.value_dim, shape.head_bytes,
     ]  # fmt: skip
-    return [spans, [MERGE.address, out, shape.kv_heads, shape.ratio, shape.dim]]
+    return [spans, [MERGE.address, out, shape.kv_heads, shape.ratio, shape.value_dim]]

@@ -13,13 +13,13 @@ from kvledger.kernels.jit import Kernel, inline
 from kvledger.kernels.matmul import (
     MAX_LEVEL,
     NUM_THREADS,
-    ROWS,
     SCALES_BYTES,
     TERM_BITS,
     X_BYTES,
     Activations,
     PackedMatrix,
     group_bytes,
+    num_rows,
 )  # fmt: skip
 from kvledger.kernels.matmul_amx import store_activations
 from kvledger.kernels.simd import float_bits
@@ -27,23 +27,27 @@ from kvledger.kernels.team import next_item
 
 # further ctx words
 TOKENS, POSITIONS, SEGMENT_OF, TABLE_STRIDE, POOL, NUM_BLOCKS, TABLES = 4, 5, 6, 7, 8, 9, 24
-BF16_MAX = 3.3895314e38
 
 
 @inline
-def rows_chunk(ctx: int) -> int:
+def rows_chunk(op: int, ctx: int) -> int:
     """Rows per item of work: a quarter of a thread's fair share."""
-    return max(1, simd.get_i64(ctx + 8 * ROWS) // (4 * simd.get_i64(ctx + 8 * NUM_THREADS)))
+    return max(1, num_rows(op, ctx) // (4 * simd.get_i64(ctx + 8 * NUM_THREADS)))
 
 
 @inline
 def quantise_group(v0, v1, values, scales, row, group, groups, shift, level):  # type: ignore[no-untyped-def]
     """Two vectors, 32 activations of a row's group → their terms in `values`, their scale and sum in `scales`.
 
-    `shift` below 0: bfloat16, as `matmul_amx` reads it, and no scales.
+    `shift` −1, −2: bfloat16 as `matmul_amx` reads it, float32 as `matmul_f32` does; and no scales.
     """
-    values += ((row // 16 * groups + group) * 16 + row % 16) * X_BYTES
-    if shift < 0:
+    place = (row // 16 * groups + group) * 16 + row % 16
+    if shift == -2:
+        simd.store_f32(values + place * 128, v0)
+        simd.store_f32(values + place * 128 + 64, v1)
+        return
+    values += place * X_BYTES
+    if shift == -1:
         store_activations(v0, v1, values)
         return
     scales += (row // 16 * groups + group) * SCALES_BYTES + row % 16 * 4
@@ -72,19 +76,23 @@ def inverse_rms(x, dim, eps):  # type: ignore[no-untyped-def]
 
 
 def _norm_quantise(op: int, ctx: int, thread: int) -> None:
-    """Arguments: x, weight (0: no norm), values, scales, dim, eps, shift, level."""
+    """Arguments: x, weight (0: no norm), values, scales, dim, eps, shift, level, bytes between rows of x, index, share.
+
+    Row r is row index[r] // share of x where there is an index.
+    """
     x, weight = simd.get_i64(op + 8), simd.get_i64(op + 16)
     values, scales = simd.get_i64(op + 24), simd.get_i64(op + 32)
     dim, eps = simd.get_i64(op + 40), simd.as_f32(simd.get_i64(op + 48))
     shift, level = simd.get_i64(op + 56), np.float32(simd.get_i64(op + 64))
+    stride, index, share = simd.get_i64(op + 72), simd.get_i64(op + 80), simd.get_i64(op + 88)
     groups = dim // 32
-    rows, chunk = simd.get_i64(ctx), rows_chunk(ctx)
+    rows, chunk = num_rows(op, ctx), rows_chunk(op, ctx)
     while True:
         first = next_item(op) * chunk
         if first >= rows:
             break
         for row in range(first, min(first + chunk, rows)):
-            xr = x + row * dim * 4
+            xr = x + (row if index == 0 else np.int64(simd.get_i32(index + 4 * row)) // share) * stride
             factor = simd.splat(np.float32(1))
             if weight != 0:
                 factor = simd.splat(inverse_rms(xr, dim, eps))
@@ -126,7 +134,7 @@ def _gate_quantise(op: int, ctx: int, thread: int) -> None:
     dim, shift, level = simd.get_i64(op + 32), simd.get_i64(op + 40), np.float32(simd.get_i64(op + 48))
     kind = simd.get_i64(op + 56)
     groups = dim // 32
-    total = simd.get_i64(ctx) * groups
+    total = num_rows(op, ctx) * groups
     chunk = max(4, total // (8 * simd.get_i64(ctx + 8 * NUM_THREADS)))
     while True:
         first = next_item(op) * chunk
@@ -148,7 +156,7 @@ def _embed(op: int, ctx: int, thread: int) -> None:
     """Arguments: packed matrix, x, dim, bits, bytes of a tile's group, wide, scale."""
     w, x, dim, bits = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
     stride, wide, scale = simd.get_i64(op + 40), simd.get_i64(op + 48), simd.as_f32(simd.get_i64(op + 56))
-    tokens, rows, chunk = simd.get_i64(ctx + 8 * TOKENS), simd.get_i64(ctx), rows_chunk(ctx)
+    tokens, rows, chunk = simd.get_i64(ctx + 8 * TOKENS), num_rows(op, ctx), rows_chunk(op, ctx)
     groups = dim // 32
     while True:
         first = next_item(op) * chunk
@@ -158,22 +166,60 @@ def _embed(op: int, ctx: int, thread: int) -> None:
             token = np.int64(simd.get_i32(tokens + 4 * row))
             for g in range(groups):
                 at = w + (token // 16 * groups + g) * stride
-                lane = token % 16
-                if wide != 0:
-                    d = simd.get_f32(at + 64 * bits + lane * 4)
-                    m = simd.get_f32(at + 64 * bits + 64 + lane * 4)
-                else:
-                    d = simd.get_f16(at + 64 * bits + lane * 2)
-                    m = simd.get_f16(at + 64 * bits + 32 + lane * 2)
-                for k in range(32):
-                    if bits == 8:
-                        level = np.int32(simd.get_u8(at + k // 4 * 64 + lane * 4 + k % 4))
-                    else:
-                        both = np.int32(simd.get_u8(at + k // 8 * 64 + lane * 4 + k % 4))
-                        level = (both >> 4) if k // 4 % 2 else (both & 15)
-                    simd.put_f32(x + (row * dim + g * 32 + k) * 4, (d * np.float32(level) + m) * scale)
+                read_weights(at, token % 16, bits, wide, scale, x + (row * dim + g * 32) * 4)
 
 
+@inline
+def read_weights(at, lane, bits, wide, scale, out):  # type: ignore[no-untyped-def]
+    """out[32] = scale · the weights of one output of a tile's group, at `at` (layouts: `matmul.pack`, `pack_dense`)."""
+    d, m = np.float32(1), np.float32(0)
+    if bits < 16 and wide != 0:
+        d, m = simd.get_f32(at + 64 * bits + lane * 4), simd.get_f32(at + 64 * bits + 64 + lane * 4)
+    elif bits < 16:
+        d, m = simd.get_f16(at + 64 * bits + lane * 2), simd.get_f16(at + 64 * bits + 32 + lane * 2)
+    for k in range(32):
+        if bits == 32:
+            value = simd.get_f32(at + (k * 16 + lane) * 4)
+        elif bits == 16:
+            place = k // 8 * 8 + (k % 8 // 2 if k % 2 == 0 else 4 + k % 8 // 2)
+            value = simd.as_f32(np.int64(simd.get_u16(at + place // 2 * 64 + lane * 4 + place % 2 * 2)) << 16)
+        elif bits == 8:
+            value = d * np.float32(simd.get_u8(at + k // 4 * 64 + lane * 4 + k % 4)) + m
+        else:
+            both = simd.get_u8(at + k // 8 * 64 + lane * 4 + k % 4)
+            value = d * np.float32((both >> 4) if k // 4 % 2 else (both & 15)) + m
+        simd.put_f32(out + k * 4, value * scale)
+
+
+def _add_norm(op: int, ctx: int, thread: int) -> None:
+    """Arguments: y, weight, x, dim, eps, add."""
+    y, weight, x, dim = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
+    eps, add = simd.as_f32(simd.get_i64(op + 40)), simd.get_i64(op + 48)
+    rows = num_rows(op, ctx)
+    row = next_item(op)
+    while row < rows:
+        factor = simd.splat(inverse_rms(y + row * dim * 4, dim, eps))
+        for d in range(0, dim, 16):
+            at = (row * dim + d) * 4
+            v = simd.mul(simd.mul(simd.load_f32(y + at), factor), simd.load_f32(weight + 4 * d))
+            simd.store_f32(x + at, simd.add(simd.load_f32(x + at), v) if add != 0 else v)
+        row = next_item(op)
+
+
+def _soft_cap(op: int, ctx: int, thread: int) -> None:
+    """Arguments: x, dim, cap."""
+    x, dim, cap = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.splat(simd.as_f32(simd.get_i64(op + 24)))
+    rows = num_rows(op, ctx)
+    row = next_item(op)
+    while row < rows:
+        for d in range(0, dim, 16):
+            at = x + (row * dim + d) * 4
+            simd.store_f32(at, simd.mul(tanh(simd.div(simd.load_f32(at), cap)), cap))
+        row = next_item(op)
+
+
+ADD_NORM = Kernel("add_norm", _add_norm)
+SOFT_CAP = Kernel("soft_cap", _soft_cap)
 NORM_QUANTISE = Kernel("norm_quantise", _norm_quantise)
 GATE_QUANTISE = Kernel("gate_quantise", _gate_quantise)
 EMBED = Kernel("embed", _embed)
@@ -188,14 +234,34 @@ def _levels(mode: str) -> list[int]:
     return [shift, MAX_LEVEL[shift]]
 
 
-def norm_quantise(x: int, weight: np.ndarray, out: Activations, eps: float, mode: str) -> list[int]:
-    """The op out = quantised RMSNorm(x) · weight (Zhang & Sennrich, arXiv:1910.07467); x: float32[rows, dim]."""
-    return [NORM_QUANTISE.address, x, weight.ctypes.data, *_into(out), out.cols, float_bits(eps), *_levels(mode)]
+def norm_quantise(x: int, weight: np.ndarray | None, out: Activations, eps: float, mode: str, *, stride: int = 0,
+                  index: int = 0, share: int = 1) -> list[int]:  # fmt: skip
+    """The op out = quantised RMSNorm(x) · weight (Zhang & Sennrich, arXiv:1910.07467), or quantised x without weight.
+
+    x: float32 rows `stride` bytes apart (0: dense). `index`: address of int32; row r is then row index[r] // share.
+    """
+    at = 0 if weight is None else weight.ctypes.data
+    return [
+        NORM_QUANTISE.address, x, at, *_into(out), out.cols, float_bits(eps), *_levels(mode), stride or out.cols * 4,
+        index, share,
+    ]  # fmt: skip
 
 
 def quantise(x: int, out: Activations, mode: str) -> list[int]:
     """The op out = quantised x; x: float32[rows, dim]."""
-    return [NORM_QUANTISE.address, x, 0, *_into(out), out.cols, 0, *_levels(mode)]
+    return norm_quantise(x, None, out, 0.0, mode)
+
+
+def add_norm(y: np.ndarray, weight: np.ndarray, x: np.ndarray, eps: float, *, add: bool = True) -> list[int]:
+    """The op x += RMSNorm(y) · weight, or x = that; both float32[rows, dim]."""
+    return [
+        ADD_NORM.address, y.ctypes.data, weight.ctypes.data, x.ctypes.data, y.shape[1], float_bits(eps), int(add),
+    ]  # fmt: skip
+
+
+def soft_cap(x: np.ndarray, cap: float) -> list[int]:
+    """The op x = cap · tanh(x / cap); x: float32[rows, a multiple of 16]."""
+    return [SOFT_CAP.address, x.ctypes.data, x.shape[1], float_bits(cap)]
 
 
 def gate_quantise(x: int, out: Activations, mode: str, activation: str) -> list[int]:

@@ -18,7 +18,7 @@ import numpy as np
 from numba.core import types
 
 from kvledger.kernels import simd
-from kvledger.kernels.jit import Kernel
+from kvledger.kernels.jit import Kernel, inline
 from kvledger.kernels.simd import F32, I32, VF32, VI32, Emit, Val, emitted
 from kvledger.kernels.team import next_item
 
@@ -28,16 +28,35 @@ X_BYTES = 64  # of a group of activations: 32 high terms, 32 low terms
 SCALES_BYTES = 128  # of a group of 16 rows: their scales, then their sums
 PREFETCH_BYTES = 2048  # how far ahead weights are asked for: the hardware stops at every 4 KiB
 LARGE_BYTES = 2 << 20  # a large page on x86 and most ARM
-TERM_BITS = {"int8": 0, "int12": 4, "int8x2": 7, "bf16": -1}  # bits of the low term; bf16: not integers
-MAX_LEVEL = {0: 127, 4: 127 * 16 + 7, 7: 127 * 128 + 63, -1: 0}  # largest integer activation by bits of the low term
+# bits of the low term; below 0: floating point, as `matmul_amx` (bf16) and `matmul_f32` read it
+TERM_BITS = {"int8": 0, "int12": 4, "int8x2": 7, "bf16": -1, "fp32": -2}
+# Place i of a group's 32 inputs in bfloat16 holds input ORDER[i]: as nibbles and bytes fall out of 16-bit lanes.
+ORDER = [8 * p + k for p in range(4) for k in (0, 2, 4, 6, 1, 3, 5, 7)]
+MAX_LEVEL = {
+    0: 127,
+    4: 127 * 16 + 7,
+    7: 127 * 128 + 63,
+    -1: 0,
+    -2: 0,
+}  # largest integer activation by bits of the low term
 
 # ctx words that every kernel may read
 ROWS, SCRATCH, SCRATCH_BYTES, NUM_THREADS = 0, 1, 2, 3
 
 
+ROWS_AT = 22 * 8  # byte offset in an op of the address of its number of rows; 0: the step's
+
+
 def group_bytes(bits: int, wide: bool) -> int:
-    """Bytes of a tile's group: 512 weights, then scales and minima (float32 if `wide`, else float16)."""
-    return TILE * GROUP * bits // 8 + 2 * TILE * (4 if wide else 2)
+    """Bytes of a tile's group: 512 weights, then scales and minima (float32 if `wide`, else float16) below 16 bits."""
+    return TILE * GROUP * bits // 8 + (0 if bits >= 16 else 2 * TILE * (4 if wide else 2))
+
+
+@inline
+def num_rows(op: int, ctx: int) -> int:
+    """Rows that an op works on."""
+    at = simd.get_i64(op + ROWS_AT)
+    return simd.get_i64(ctx + 8 * ROWS) if at == 0 else simd.get_i64(at)
 
 
 # ---------------------------------------------------------------------------------------------- packing
@@ -49,7 +68,7 @@ class PackedMatrix:
 
     rows: int
     cols: int
-    bits: int  # 4 or 8
+    bits: int  # 4 or 8: levels; 16: bfloat16; 32: float32
     wide: bool  # float32 scales: where float16 would not be exact
     data: np.ndarray
 
@@ -62,7 +81,7 @@ class PackedMatrix:
         return self.cols // GROUP
 
 
-def aligned_empty(num_bytes: int) -> np.ndarray:
+def aligned_zeros(num_bytes: int) -> np.ndarray:
     """uint8[num_bytes] of zeros at a multiple of 64; pages are committed when first written.
 
     Zeros, because a masked place of a KV block is still multiplied (by 0): stale numbers are harmless, NaN is not.
@@ -84,7 +103,7 @@ def pack(levels: np.ndarray, scale: np.ndarray, minimum: np.ndarray, bits: int) 
     wide = not (_fits_f16(scale) and _fits_f16(minimum))
     kind: Any = np.float32 if wide else np.float16
     size = group_bytes(bits, wide)
-    data = aligned_empty(tiles * groups * size).reshape(tiles, groups, size)
+    data = aligned_zeros(tiles * groups * size).reshape(tiles, groups, size)
     weights = TILE * GROUP * bits // 8
     quads = levels.reshape(tiles, TILE, groups, 8, 4).transpose(0, 2, 3, 1, 4)  # tile, group, quad, output, input
     if bits == 4:
@@ -95,6 +114,23 @@ def pack(levels: np.ndarray, scale: np.ndarray, minimum: np.ndarray, bits: int) 
         rows = np.ascontiguousarray(values.reshape(tiles, TILE, groups).transpose(0, 2, 1).astype(kind))
         data[:, :, start : start + half] = rows.view(np.uint8)
     return PackedMatrix(n, k, bits, wide, data.reshape(-1))
+
+
+def pack_dense(w: np.ndarray, bits: int) -> PackedMatrix:
+    """float32[N, K] → tiles of bfloat16 ([16 pairs][16 outputs][2] in ORDER) or float32 ([32 inputs][16 outputs])."""
+    n, k = w.shape
+    w = np.pad(w, ((0, -n % TILE), (0, 0)))
+    tiles, groups = len(w) // TILE, k // GROUP
+    data = aligned_zeros(tiles * groups * group_bytes(bits, False))
+    grouped = w.reshape(tiles, TILE, groups, GROUP)
+    if bits == 32:
+        data.view(np.float32).reshape(tiles, groups, GROUP, TILE)[:] = grouped.transpose(0, 2, 3, 1)
+    else:
+        raw = np.ascontiguousarray(grouped, np.float32).view(np.uint32)
+        half = ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)[..., ORDER]
+        pairs = half.reshape(tiles, TILE, groups, 16, 2).transpose(0, 2, 3, 1, 4)
+        data.view(np.uint16).reshape(tiles, groups, 16, TILE, 2)[:] = pairs
+    return PackedMatrix(n, k, bits, False, data)
 
 
 def _fits_f16(x: np.ndarray) -> bool:
@@ -123,11 +159,11 @@ def _weight_quads(e: Emit, bits: int, group: Val) -> Any:
         yield 2 * pair + 1, (both >> 4) & 0x0F0F0F0F
 
 
-def _finish(e: Emit, sums: list[Any], y: Val, ldy: Val, add: Val) -> None:
+def store_sums(e: Emit, sums: list[Any], y: Val, ldy: Val, add: Val) -> None:
     """y = sums, or y += sums."""
     for r, total in enumerate(sums):
         where = y + ldy * r
-        with e.b.if_else(e.b.icmp_signed("!=", add.v, simd.ir.Constant(simd.I64, 0))) as (then, otherwise):
+        with e.b.if_else(e.b.icmp_signed("!=", add.v, e.i64(0).v)) as (then, otherwise):
             with then:
                 e.store(e.load(VF32, where) + total.get(), where)
             with otherwise:
@@ -167,7 +203,7 @@ def rows_kernel(bits: int, wide: bool, terms: int, rows: int) -> Any:
             for r in range(rows):
                 dot = (high[r] << shifts) + low[r] if terms == 2 else high[r]
                 _scaled(e, sums[r], dot, d, m, xs + g * SCALES_BYTES, r)
-        _finish(e, sums, y, ldy, add)
+        store_sums(e, sums, y, ldy, add)
 
     return emitted(types.void, [types.int64] * 9, emit)
 
@@ -188,7 +224,7 @@ def _matmul(op: int, ctx: int, thread: int) -> None:
     w, bias, y = simd.get_i64(op + 24), simd.get_i64(op + 32), simd.get_i64(op + 40)
     num_tiles, groups, ldy = simd.get_i64(op + 48), simd.get_i64(op + 56), simd.get_i64(op + 64)
     shift, add = simd.get_i64(op + 72), simd.get_i64(op + 80)
-    rows = simd.get_i64(ctx + 8 * ROWS)
+    rows = num_rows(op, ctx)
     share = simd.get_i64(ctx + 8 * NUM_THREADS) * (8 if rows > 4 else 2)
     chunk = (num_tiles + share - 1) // share
     while True:
@@ -228,16 +264,16 @@ class Activations:
     """Where quantised activations of up to `max_rows` (a multiple of 16) × `cols` lie."""
 
     cols: int
-    values: np.ndarray  # uint8[max_rows / 16, groups, 16, 64] (signed terms, or bfloat16)
+    values: np.ndarray  # uint8[max_rows / 16, groups, 16, 64 or 128]: signed terms, bfloat16 or float32
     scales: np.ndarray  # float32[max_rows / 16, groups, 2, 16]: scales, then scale × Σ of the integers
 
     @staticmethod
-    def empty(max_rows: int, cols: int) -> Activations:
+    def empty(max_rows: int, cols: int, mode: str = "int8") -> Activations:
         """Zeroed buffers."""
-        blocks, groups = -(-max_rows // 16), cols // GROUP
-        values = aligned_empty(blocks * 16 * groups * X_BYTES).reshape(blocks, groups, 16, X_BYTES)
+        blocks, groups, size = -(-max_rows // 16), cols // GROUP, 2 * X_BYTES if mode == "fp32" else X_BYTES
+        values = aligned_zeros(blocks * 16 * groups * size).reshape(blocks, groups, 16, size)
         values[:] = 0
-        scales = aligned_empty(blocks * groups * SCALES_BYTES).view(np.float32).reshape(blocks, groups, 2, 16)
+        scales = aligned_zeros(blocks * groups * SCALES_BYTES).view(np.float32).reshape(blocks, groups, 2, 16)
         scales[:] = 0
         return Activations(cols, values, scales)
 

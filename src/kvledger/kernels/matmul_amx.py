@@ -24,21 +24,20 @@ from kvledger.kernels.jit import Kernel, inline
 from kvledger.kernels.matmul import (
     GROUP,
     NUM_THREADS,
+    ORDER,
     PREFETCH_BYTES,
-    ROWS,
     SCRATCH,
     SCRATCH_BYTES,
     TILE,
     Activations,
     PackedMatrix,
     group_bytes,
+    num_rows,
 )  # fmt: skip
 from kvledger.kernels.simd import F16, I16, VF32, VI32, Emit, Val, emitted, vec
 from kvledger.kernels.team import next_item
 
 X_SCALE = 2.0**56
-# Place i of an operand's 32 inputs holds input ORDER[i]: the order in which nibbles and bytes fall out of 16-bit lanes.
-ORDER = [8 * p + k for p in range(4) for k in (0, 2, 4, 6, 1, 3, 5, 7)]
 _V16, _H32 = vec(I16, 32), vec(F16, 32)
 CHUNK = 24  # groups unpacked ahead of the tile unit for few rows: 24 KiB of operands stay in the L1 cache
 
@@ -112,6 +111,16 @@ def _unpack_wide(bits: int) -> Any:
     return emitted(types.void, [types.int64] * 3, emit)
 
 
+def _unpack_bf16(e: Emit, w: Val, out: Val, groups: Val) -> None:
+    """bfloat16 weights → operands: exponents lowered by 112; what is below 2^−14 becomes zero."""
+    with e.loop(groups) as g:
+        for line in range(0, 1024, 64):
+            bits = e.load(_V16, w + g * 1024, line)
+            e.prefetch(w + g * 1024, PREFETCH_BYTES + line)
+            low = e.call("llvm.usub.sat.v32i16", _V16, [(bits & 0x7FFF).v, e.const(_V16, 112 << 7).v])
+            e.store(low | (bits & -32768), out + g * 1024, line)
+
+
 def _multiply(blocks: int, tiles: int) -> Any:
     """Add `groups` groups of x (`blocks` × 16 rows) times `tiles` tiles of outputs to the results in tiles 0 … 3.
 
@@ -148,7 +157,7 @@ def _store_tile(e: Emit, to: Val) -> None:
 def _store_row(e: Emit, sums: Val, bias: Val, y: Val, add: Val) -> None:
     """y (+)= sums · 2^56 + bias for one row of 16 outputs."""
     total = e.fma(e.load(VF32, sums), e.const(VF32, X_SCALE), e.load(VF32, bias))
-    with e.b.if_else(e.b.icmp_signed("!=", add.v, simd.ir.Constant(simd.I64, 0))) as (then, otherwise):
+    with e.b.if_else(e.b.icmp_signed("!=", add.v, e.i64(0).v)) as (then, otherwise):
         with then:
             e.store(e.load(VF32, y) + total, y)
         with otherwise:
@@ -211,7 +220,7 @@ def _matmul(op: int, ctx: int, thread: int) -> None:
     bias, y = simd.get_i64(op + 24), simd.get_i64(op + 32)
     num_tiles, groups, ldy = simd.get_i64(op + 40), simd.get_i64(op + 48), simd.get_i64(op + 56)
     add = simd.get_i64(op + 64)
-    rows = simd.get_i64(ctx + 8 * ROWS)
+    rows = num_rows(op, ctx)
     sums = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     operands, tile_bytes = sums + 4096, groups * STRIDE
     pairs = (num_tiles + 1) // 2
@@ -246,11 +255,14 @@ def _matmul(op: int, ctx: int, thread: int) -> None:
 
 
 def _variant(bits: int, wide: bool) -> Kernel:
-    bound = (_unpack_wide if wide else _unpack_narrow)(bits) if ISA.amx else _amx(3, None)
+    if bits == 16:
+        bound = _amx(3, _unpack_bf16)
+    else:
+        bound = (_unpack_wide if wide else _unpack_narrow)(bits) if ISA.amx else _amx(3, None)
     return Kernel(f"matmul_amx_q{bits}{'f' if wide else ''}", _matmul, unpack=bound, STRIDE=group_bytes(bits, wide))
 
 
-KERNELS = {(bits, wide): _variant(bits, wide) for bits in (4, 8) for wide in (False, True)}
+KERNELS = {key: _variant(*key) for key in [(4, False), (4, True), (8, False), (8, True), (16, False)]}
 
 
 def _tile_shapes() -> np.ndarray:

@@ -73,3 +73,19 @@ def attention(q: Array, k: Array, v: Array, start: int, window: int = 0, cap: fl
     at, key = start + np.arange(rows)[:, None], np.arange(len(k))[None, :]
     seen = (key <= at) & ((key > at - window) if window else True)
     return np.einsum("hrk,khd->rhd", softmax(np.where(seen, score, -np.inf)), np.repeat(v, ratio, axis=1))
+
+
+def through_int8(x: Array) -> Array:
+    """As the int8 cache keeps it: a scale per token and head."""
+    scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    return np.rint(x / np.where(scale > 0, scale, 1)) * scale
+
+
+def through_e4m3(x: Array) -> Array:
+    """The nearest fp8 e4m3 (three mantissa bits, least exponent −6, largest 448)."""
+    exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6)
+    step = (2.0 ** (exponent - 3)).astype(np.float32)
+    return np.clip(np.rint(x / step) * step, -448, 448)
+
+
+STORED = {"bf16": to_bf16, "int8": through_int8, "fp8_e4m3": through_e4m3, "fp32": lambda x: x}

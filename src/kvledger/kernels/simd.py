@@ -408,6 +408,23 @@ load_i32 = emitted(_w, [_i], lambda e, a: e.load(VI32, a))
 to_f32 = emitted(_v, [_w], lambda e, x: e.to_f32(x))
 
 
+def _e4m3_to_f32(e: Emit, x: Val) -> Val:
+    """fp8 e4m3 (OCP; bias 7) in the low byte of each lane → float32: move the fields, then put the exponent right."""
+    magnitude = e.bitcast((x & 0x7F) << 20, VF32) * 2.0**120
+    return e.bitcast(e.bitcast(magnitude, VI32) | ((x & 0x80) << 24), VF32)
+
+
+def _f32_to_e4m3(e: Emit, x: Val) -> Val:
+    """|x| ≤ 448 → the nearest e4m3, ties to even, subnormals included."""
+    bits = e.bitcast(x, VI32)
+    small = e.bitcast(e.bitcast(bits & 0x7FFFFFFF, VF32) * 2.0**-120, VI32)
+    return ((small + (((small >> 20) & 1) + 0x7FFFF)) >> 20) | ((bits >> 24) & 0x80)
+
+
+e4m3_to_f32 = emitted(_v, [_w], _e4m3_to_f32)
+f32_to_e4m3 = emitted(_w, [_v], _f32_to_e4m3)
+
+
 def _below(e: Emit, x: Val, count: Val, y: Val) -> Val:
     """Lane i of x where i < count, else y."""
     lanes = Val(e, ir.Constant(VI32, list(range(LANES))))

@@ -1,6 +1,6 @@
 """A team of threads that run a program of kernels together. Knows neither the kernels nor what they compute.
 
-A program is an int64 array of ops, one row each: [kernel's address, 18 arguments, work counter]. All threads run every
+A program is an int64 array of ops, one row each: [kernel's address, arguments, work counter]. All threads run every
 op; within one they take items of work from the op's counter; a barrier follows each. The workers wait in native code
 (a short spin, then a condition variable), so waking them needs no GIL, and Python's other threads run meanwhile.
 """
@@ -17,9 +17,9 @@ from numba.core import types
 from kvledger.kernels import simd
 from kvledger.kernels.jit import cached_njit, inline
 
-OP_WORDS = 20
+OP_WORDS = 24
 OP_BYTES = OP_WORDS * 8
-COUNTER = 19 * 8  # byte offset of an op's work counter
+COUNTER = 23 * 8  # byte offset of an op's work counter
 
 # words of the shared state, each on a cache line of its own
 _ARRIVED, _PHASE, _GENERATION, _STOP, _NUM_THREADS, _PROGRAM, _NUM_OPS, _CTX = (64 * i for i in range(8))
@@ -142,7 +142,7 @@ class Team:
         self._finish = weakref.finalize(self, _dismiss, self._state, workers, self._buffer)
 
     def run(self, program: np.ndarray, ctx: np.ndarray) -> None:
-        """Run int64[num_ops, 20] `program` over int64 `ctx`; returns when all threads are done."""
+        """Run int64[num_ops, 24] `program` over int64 `ctx`; returns when all threads are done."""
         _lead(self._state, program.ctypes.data, len(program), ctx.ctypes.data)
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ def aligned(buffer: np.ndarray, alignment: int = 64) -> int:
 
 
 def empty_program(ops: list[list[int]]) -> Any:
-    """int64[num_ops, 20], rows padded with zeros."""
+    """int64[num_ops, 24], rows padded with zeros."""
     program = np.zeros((len(ops), OP_WORDS), np.int64)
     for row, op in zip(program, ops, strict=True):
         row[: len(op)] = op

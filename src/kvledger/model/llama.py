@@ -1,10 +1,11 @@
-"""Llama and what has its plan: SmolLM2, Llama 2 and 3.x, Mistral. The pattern that other architectures vary."""
+"""Llama and what has its plan: SmolLM2, Llama 2 and 3.x, Mistral, Mixtral. The pattern that other architectures vary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from kvledger.model.decoder import Decoder
+from kvledger.model.experts import Experts
 from kvledger.model.packing import Tensor, dense
 from kvledger.model.rope import Rope, yarn_factors, yarn_magnitude
 from kvledger.spec.from_gguf import Facts
@@ -22,7 +23,7 @@ def read(facts: Facts, spec: ModelSpec, tensors: Mapping[str, Tensor], *, pairs:
         heads=facts.positive("attention.head_count"),
         kv_heads=facts.positive("attention.head_count_kv", facts.positive("attention.head_count")),
         head_dim=dim,
-        inner=facts.positive("feed_forward_length"),
+        inner=facts.count("feed_forward_length", 0),
         num_layers=spec.num_layers,
         vocab=spec.vocab_size,
         max_context=spec.max_context,
@@ -30,7 +31,27 @@ def read(facts: Facts, spec: ModelSpec, tensors: Mapping[str, Tensor], *, pairs:
         ropes=(rope,) * spec.num_layers,
         windows=tuple(c.window if isinstance(c, WindowKV) else 0 for c in caches),
         pairs=pairs,
+        experts=read_experts(facts),
+        dense_layers=facts.count("leading_dense_block_count", 0),
     )
+
+
+def read_experts(facts: Facts) -> Experts | None:
+    """Mixture of experts, if the metadata has one (Mixtral is a `llama` with experts)."""
+    num = facts.count("expert_count", 0)
+    if num == 0:
+        return None
+    inner = facts.positive("expert_feed_forward_length", facts.count("feed_forward_length"))
+    shared = facts.count("expert_shared_feed_forward_length", inner * facts.count("expert_shared_count", 0))
+    return Experts(
+        num, facts.positive("expert_used_count"), inner,
+        norm=bool(facts.metadata.get(f"{facts.arch}.expert_weights_norm", facts.arch == "llama")),
+        scale=number(facts, "expert_weights_scale", 1.0),
+        sigmoid=facts.count("expert_gating_func", 1) == 2,
+        groups=facts.count("expert_group_count", 1),
+        groups_used=facts.count("expert_group_used_count", 1),
+        shared_inner=shared,
+    )  # fmt: skip
 
 
 def number(facts: Facts, key: str, default: float | None = None) -> float:
@@ -48,5 +69,8 @@ def read_rope(facts: Facts, tensors: Mapping[str, Tensor], dim: int) -> Rope:
         return Rope(dim, base, factors=tuple(dense(tensors["rope_freqs.weight"]).reshape(-1).tolist()))
     if kind == "yarn":
         trained = facts.positive("rope.scaling.original_context_length")
-        return Rope(dim, base, factors=yarn_factors(dim, base, factor, trained), magnitude=yarn_magnitude(factor))
+        turns = [number(facts, f"rope.scaling.yarn_beta_{end}", at) for end, at in (("fast", 32.0), ("slow", 1.0))]
+        return Rope(
+            dim, base, factors=yarn_factors(dim, base, factor, trained, *turns), magnitude=yarn_magnitude(factor)
+        )
     return Rope(dim, base, linear=factor if kind == "linear" else 1.0)

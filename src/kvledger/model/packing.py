@@ -7,12 +7,13 @@ Everything else is dequantised and quantised again to 8 bits with a scale per 32
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvledger.errors import UnsupportedModel
-from kvledger.kernels.matmul import GROUP, PackedMatrix, pack
+from kvledger.kernels.matmul import GROUP, PackedMatrix, pack, pack_dense
 
 Array = np.ndarray[Any, Any]
 
@@ -82,16 +83,39 @@ _BLOCKS: dict[str, tuple[int, int, Callable[[Array], tuple[Array, Array, Array]]
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Part:
+    """One matrix of a stack, as a tensor of its own."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: str
+    data: Array
+
+    @staticmethod
+    def of(stack: Tensor, index: int) -> Part:
+        """Matrix `index` of [count, rows, columns]."""
+        size = len(stack.data) // stack.shape[0]
+        data = stack.data[index * size : (index + 1) * size]
+        return Part(f"{stack.name}[{index}]", stack.shape[1:], stack.ggml_type, data)
+
+
 def levels_of(tensor: Tensor) -> Levels:
-    """The levels of a matrix. Raises UnsupportedModel where rows are no multiple of 32."""
-    k = tensor.shape[-1]
-    if k % GROUP:
-        raise UnsupportedModel(f"{tensor.name}: rows of {k} weights are no multiple of {GROUP}")
+    """The levels of a matrix of a type in `_BLOCKS`; others are requantised."""
+    k = _columns(tensor)
     if tensor.ggml_type not in _BLOCKS:
         return quantise_8bit(dense(tensor).reshape(-1, k))
     size, bits, decode = _BLOCKS[tensor.ggml_type]
     level, scale, minimum = decode(np.asarray(tensor.data).reshape(-1, k // GROUP, size))
     return Levels(level.reshape(-1, k), scale, minimum.astype(np.float32), bits)
+
+
+def _columns(tensor: Tensor) -> int:
+    """Inputs of a matrix. Raises UnsupportedModel where they are no multiple of 32."""
+    k = tensor.shape[-1]
+    if k % GROUP:
+        raise UnsupportedModel(f"{tensor.name}: rows of {k} weights are no multiple of {GROUP}")
+    return k
 
 
 def quantise_8bit(w: Array) -> Levels:
@@ -106,25 +130,42 @@ def quantise_8bit(w: Array) -> Levels:
 def dense(tensor: Tensor) -> Array:
     """The tensor as float32. Raises UnsupportedModel for a type nobody decodes."""
     raw = np.ascontiguousarray(tensor.data)
-    if tensor.ggml_type == "F32":
-        return raw.view(np.float32).reshape(tensor.shape)
-    if tensor.ggml_type == "F16":
-        return raw.view(np.float16).astype(np.float32).reshape(tensor.shape)
-    if tensor.ggml_type == "BF16":
-        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
+    if tensor.ggml_type in _FLOATS:
+        return _FLOATS[tensor.ggml_type](raw).reshape(tensor.shape)
     from kvledger.weights.quantised import dequantise
 
     return dequantise(raw, tensor.ggml_type, tensor.shape)
 
 
-def pack_matrices(tensors: Sequence[Tensor], rows: Sequence[Array | None] | None = None) -> PackedMatrix:
-    """Several matrices of equal input size as one, stacked; `rows[i]` reorders the outputs of tensor i."""
-    parts = [levels_of(t) for t in tensors]
-    if len({p.bits for p in parts}) > 1:
-        parts = [p._replace(bits=8) for p in parts]  # a byte holds fewer bits, too
-    ordered = [p if r is None else _take(p, r) for p, r in zip(parts, rows or [None] * len(parts), strict=True)]
+_FLOATS: dict[str, Callable[[Array], Array]] = {
+    "F32": lambda raw: raw.view(np.float32),
+    "F16": lambda raw: raw.view(np.float16).astype(np.float32),
+    "BF16": lambda raw: (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32),
+}
+
+
+def pack_exact(w: Array) -> PackedMatrix:
+    """float32[N, K] as it is."""
+    return pack_dense(w.astype(np.float32), 32)
+
+
+def pack_matrices(tensors: Sequence[Tensor], rows: Sequence[Array | None] | None = None, *, exact: bool = False) -> PackedMatrix:  # fmt: skip # noqa: E501
+    """Several matrices of equal input size as one, stacked; `rows[i]` reorders the outputs of tensor i.
+
+    Unquantised matrices become bfloat16. `exact`: nothing is rounded; what has no exact packing becomes float32.
+    """
+    orders = rows or [None] * len(tensors)
+    kinds = {t.ggml_type for t in tensors}
+    if kinds & _FLOATS.keys() or (exact and not kinds <= _BLOCKS.keys()):
+        parts = [dense(t).reshape(-1, _columns(t)) for t in tensors]
+        stacked = np.concatenate([p if r is None else p[r] for p, r in zip(parts, orders, strict=True)])
+        return pack_dense(stacked, 16 if not exact or kinds == {"BF16"} else 32)
+    levels = [levels_of(t) for t in tensors]
+    if len({p.bits for p in levels}) > 1:
+        levels = [p._replace(bits=8) for p in levels]  # a byte holds fewer bits, too
+    ordered = [p if r is None else _take(p, r) for p, r in zip(levels, orders, strict=True)]
     level, scale, minimum = (np.concatenate([p[i] for p in ordered]) for i in range(3))
-    return pack(level, scale, minimum, parts[0].bits)
+    return pack(level, scale, minimum, levels[0].bits)
 
 
 def _take(p: Levels, rows: Array) -> Levels:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvledger.errors import UnsupportedModel, nearest
-from kvledger.model import llama
+from kvledger.model import deepseek, gemma, llama, qwen
 from kvledger.model.decoder import Decoder
 from kvledger.model.packing import Tensor
 from kvledger.spec.from_gguf import Facts
@@ -16,6 +16,13 @@ Reader = Callable[[Facts, ModelSpec, Mapping[str, Tensor]], Decoder]
 READERS: dict[str, Reader] = {
     "llama": llama.read,
     "mistral": llama.read,
+    "qwen2": qwen.read,
+    "qwen3": qwen.read,
+    "qwen2moe": qwen.read,
+    "qwen3moe": qwen.read,
+    "deepseek2": deepseek.read,
+    "gemma2": gemma.read,
+    "gemma3": gemma.read,
 }
 
 

@@ -1,0 +1,93 @@
+"""Multi-head latent attention: writing the latent to its page, and queries in the latent's space (DeepSeek-V2,
+arXiv:2405.04434). Keys are (latent, rope key), shared by all heads; values are the latent itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvledger.kernels import simd
+from kvledger.kernels.elementwise import (
+    NUM_BLOCKS,
+    POOL,
+    POSITIONS,
+    SEGMENT_OF,
+    TABLE_STRIDE,
+    TABLES,
+    inverse_rms,
+    rows_chunk,
+)  # fmt: skip
+from kvledger.kernels.jit import Kernel
+from kvledger.kernels.kv_pages import BF16, FP32, KINDS, LATENT_FP32, AttentionShape, to_elements, write_key
+from kvledger.kernels.kv_write import rotate
+from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES, num_rows
+from kvledger.kernels.simd import float_bits
+from kvledger.kernels.team import next_item
+
+
+def _latent_write(op: int, ctx: int, thread: int) -> None:
+    """Arguments: kv, bytes between its rows, queries, bytes between their rows, queries in latent space, q, slot,
+    page bytes, group, heads, latent, rope, nope, padded dim, block size, angles, scale, norm, eps, kind.
+    """
+    kv, ldkv, queries, ldq = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
+    absorbed, q, slot, page = simd.get_i64(op + 40), simd.get_i64(op + 48), simd.get_i64(op + 56), simd.get_i64(op + 64)
+    table, heads, latent = simd.get_i64(op + 72), simd.get_i64(op + 80), simd.get_i64(op + 88)
+    rope, nope, padded, block = (
+        simd.get_i64(op + 96), simd.get_i64(op + 104), simd.get_i64(op + 112), simd.get_i64(op + 120))  # fmt: skip
+    angles, scale, norm = simd.get_i64(op + 128), simd.as_f32(simd.get_i64(op + 136)), simd.get_i64(op + 144)
+    eps, kind = simd.as_f32(simd.get_i64(op + 152)), simd.get_i64(op + 160)
+    positions, segment_of = simd.get_i64(ctx + 8 * POSITIONS), simd.get_i64(ctx + 8 * SEGMENT_OF)
+    tables = simd.get_i64(ctx + 8 * (TABLES + table))
+    stride = simd.get_i64(ctx + 8 * TABLE_STRIDE) * 4
+    pool = simd.get_i64(ctx + 8 * POOL) + slot * simd.get_i64(ctx + 8 * NUM_BLOCKS) * page
+    work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
+    dim = latent + rope
+    elements = work + dim * 4
+    is_wide = kind == LATENT_FP32
+    q_kind, q_size = (FP32, 4) if is_wide else (BF16, 2)
+    rows, chunk = num_rows(op, ctx), rows_chunk(op, ctx)
+    while True:
+        first = next_item(op) * chunk
+        if first >= rows:
+            break
+        for row in range(first, min(first + chunk, rows)):
+            position = np.int64(simd.get_i32(positions + 4 * row))
+            at = angles + position * rope * 4
+            segment = np.int64(simd.get_i32(segment_of + 4 * row))
+            number = np.int64(simd.get_i32(tables + segment * stride + position // block * 4))
+            source = kv + row * ldkv
+            factor = simd.splat(inverse_rms(source, latent, eps))
+            for d in range(0, latent, 16):
+                normed = simd.mul(simd.mul(simd.load_f32(source + 4 * d), factor), simd.load_f32(norm + 4 * d))
+                simd.store_f32(work + 4 * d, normed)
+            rotate(source + latent * 4, work + latent * 4, rope, rope, at, 0, eps, np.float32(1))
+            to_elements(kind, work, elements, dim)
+            write_key(kind, elements, np.float32(1), pool + number * page, position % block, block, dim)
+            wide = simd.splat(scale)
+            for h in range(heads):
+                seen = absorbed + (row * heads + h) * latent * 4
+                for d in range(0, latent, 16):
+                    simd.store_f32(work + 4 * d, simd.mul(simd.load_f32(seen + 4 * d), wide))
+                turned = queries + row * ldq + (h * (nope + rope) + nope) * 4
+                rotate(turned, work + latent * 4, rope, rope, at, 0, eps, scale)
+                to_elements(q_kind, work, q + (row * heads + h) * padded * q_size, dim)
+
+
+LATENT_WRITE = Kernel("latent_write", _latent_write)
+
+
+def latent_write(shape: AttentionShape, kv: np.ndarray, queries: np.ndarray, absorbed: np.ndarray, q: np.ndarray,
+                 angles: np.ndarray, scale: float, norm: np.ndarray, eps: float) -> list[int]:  # fmt: skip
+    """The op that norms and writes the latent and the rope key, and makes `q` of both parts of the queries (× scale).
+
+    kv: float32[rows, ≥ latent + rope]; queries: float32[rows, heads · (nope + rope)]; absorbed: float32[rows, heads ·
+    latent], the first part of the queries in the latent's space.
+    """
+    rope = angles.shape[1]
+    nope = queries.shape[1] // shape.heads - rope
+    return [
+        LATENT_WRITE.address, kv.ctypes.data, kv.strides[0], queries.ctypes.data, queries.strides[0],
+        absorbed.ctypes.data, q.ctypes.data, shape.slot, shape.page_bytes, shape.group, shape.heads, shape.latent, rope,
+        nope, shape.padded_dim, shape.block_size, angles.ctypes.data, float_bits(scale), norm.ctypes.data,
+        float_bits(eps), KINDS[shape.kind],
+    ]  # fmt: skip

@@ -1,0 +1,135 @@
+"""Products as ops: weights found by name and packed, activations quantised as the product wants them, buffers shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvledger.errors import DamagedFile
+from kvledger.kernels import elementwise as ew
+from kvledger.kernels import matmul as mm
+from kvledger.kernels import matmul_amx as amx
+from kvledger.kernels import matmul_f32 as f32
+from kvledger.model.packing import Tensor, dense, pack_matrices
+
+Array = np.ndarray[Any, Any]
+MAX_ROWS = 256  # tokens that go through the program at once: their activations stay in the L2 cache
+
+
+class Weights:
+    """Tensors by name, packed; keeps what it made alive and counts it. Raises DamagedFile for a name it lacks."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], progress: Callable[[float], None], exact: bool = False) -> None:
+        self._tensors, self._progress, self.exact = tensors, progress, exact
+        self.keep: list[object] = []
+        self.bytes = 0
+        self.scratch = 0
+        self._done = 0
+
+    def find(self, name: str) -> Tensor:
+        """The tensor as stored."""
+        if name not in self._tensors:
+            raise DamagedFile(f"there is no tensor {name!r}")
+        self._done += 1
+        self._progress(min(1.0, self._done / len(self._tensors)))
+        return self._tensors[name]
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def matrix(self, *names: str, rows: Sequence[Array | None] | None = None) -> mm.PackedMatrix:
+        """Matrices of equal input size, stacked; `rows[i]` reorders the outputs of the i-th."""
+        return self.packed(pack_matrices([self.find(n) for n in names], rows, exact=self.exact))
+
+    def packed(self, matrix: mm.PackedMatrix) -> mm.PackedMatrix:
+        """Keep a matrix alive and count it."""
+        self.keep.append(matrix)
+        self.bytes += matrix.data.nbytes
+        self.scratch = max(self.scratch, amx.scratch_bytes(matrix))
+        return matrix
+
+    def vector(self, *names: str, rows: Sequence[Array | None] | None = None) -> Array:
+        """float32 vectors joined, then zeros to a multiple of 16."""
+        parts = [dense(self.find(n)).reshape(-1).astype(np.float32) for n in names]
+        if rows:
+            parts = [p if r is None else p[r] for p, r in zip(parts, rows, strict=True)]
+        total = sum(map(len, parts))
+        joined = np.concatenate([*parts, np.zeros(-total % 16, np.float32)])
+        self.keep.append(joined)
+        self.bytes += joined.nbytes
+        return joined
+
+
+class Ops:
+    """A program being written. `mode` is how activations are kept for products (`mm.TERM_BITS`)."""
+
+    def __init__(self, weights: Weights, mode: str) -> None:
+        self.weights, self.mode = weights, mode
+        weights.exact = mode == "fp32"
+        self.ops: list[list[int]] = []
+        self.keep: list[object] = []
+        self._activations: dict[tuple[int, bool], mm.Activations] = {}
+        self._zeros: dict[int, Array] = {}
+
+    def add(self, *ops: list[int]) -> None:
+        self.ops += ops
+
+    def rows(self, width: int) -> Array:
+        """A buffer float32[MAX_ROWS, width]."""
+        buffer = np.zeros((MAX_ROWS, width), np.float32)
+        self.keep.append(buffer)
+        return buffer
+
+    def mode_for(self, matrix: mm.PackedMatrix) -> str:
+        """Unpacked weights have no integers to multiply: they need floating point on either side."""
+        return "fp32" if matrix.bits == 32 or (matrix.bits == 16 and self.mode != "bf16") else self.mode
+
+    def activations(self, width: int, mode: str) -> mm.Activations:
+        """The buffer for activations of this width: one for all ops, since they run one after the other."""
+        key = (width, mode == "fp32")
+        if key not in self._activations:
+            self._activations[key] = mm.Activations.empty(MAX_ROWS, width, mode)
+            self.keep.append(self._activations[key])
+        return self._activations[key]
+
+    def zeros(self, size: int) -> Array:
+        """A bias that changes nothing."""
+        if size not in self._zeros:
+            self._zeros[size] = np.zeros(size, np.float32)
+            self.keep.append(self._zeros[size])
+        return self._zeros[size]
+
+    def linear(self, source: Array, matrix: mm.PackedMatrix, target: Array, *, norm: Array | None = None,
+               eps: float = 0.0, activation: str = "", bias: Array | None = None, add: bool = False,
+               **rows: Any) -> None:  # fmt: skip
+        """target (+)= W · f(source) + bias, f being RMSNorm, a gated activation or nothing.
+
+        `rows`: `index` and `share` (see `elementwise.quantise`) and `count`, the address of the number of rows.
+        """
+        mode = self.mode_for(matrix)
+        x = self.activations(matrix.cols, mode)
+        count = rows.pop("count", 0)
+        if activation:
+            self._counted(ew.gate_quantise(source.ctypes.data, x, mode, activation), count)
+        else:
+            stride = source.strides[0]
+            self._counted(ew.norm_quantise(source.ctypes.data, norm, x, eps, mode, stride=stride, **rows), count)
+        self._counted(self.product(x, matrix, target, mode, bias, add=add), count)
+
+    def product(self, x: mm.Activations, matrix: mm.PackedMatrix, target: Array, mode: str, bias: Array | None,
+                *, add: bool) -> list[int]:  # fmt: skip
+        """The op of one product."""
+        bias = self.zeros(matrix.num_tiles * mm.TILE) if bias is None else bias
+        ldy = target.strides[0]
+        if mode == "bf16":
+            return amx.matmul(x, matrix, target.ctypes.data, ldy, bias, add=add)
+        if mode == "fp32":
+            return f32.matmul(x, matrix, target.ctypes.data, ldy, bias, add=add)
+        return mm.matmul(x, matrix, target.ctypes.data, ldy, mode, bias, add=add)
+
+    def _counted(self, op: list[int], count: int) -> None:
+        """An op whose number of rows lies at address `count` (0: the step's)."""
+        place = mm.ROWS_AT // 8
+        self.ops.append([*op, *[0] * (place - len(op)), count])
