@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvledger.cache.tiers import TierPlan
 from kvledger.clock import VirtualClock, WallClock
 from kvledger.engine import Engine
 from kvledger.errors import BadRequest
@@ -95,6 +96,25 @@ def test_copies_are_made_once_although_the_step_is_run_again():
     engine = make_engine(FailsTogether, prefix=False)
     engine.add(request("a", 14, 9, n=4))
     assert ends(run(engine)) == {("a", i): "length" for i in range(4)}
+
+
+def test_moves_that_cannot_be_made_end_those_who_hold_blocks():
+    class BadStore(FakeExecutor):
+        def run(self, step):
+            if step.swaps_in:
+                raise OSError("record 3 is damaged")
+            return super().run(step)
+
+    engine = make_engine(BadStore, num_blocks=11, prefix=False, tiers=TierPlan(50))
+    for i in range(6):
+        engine.add(request(i, [i + 1] * 8, 12))
+    events = run(engine)
+    reasons = list(ends(events).values())
+    assert set(reasons) == {"error", "length"}
+    assert len(reasons) == 6
+    message = next(e.message for e in events if isinstance(e, Finished) and e.message)
+    assert message == "blocks could not be moved: OSError: record 3 is damaged"
+    assert engine.scheduler.pool.num_used == 0
 
 
 def test_a_refused_request_changes_nothing():

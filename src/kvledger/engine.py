@@ -117,13 +117,18 @@ class Engine:
         samples: dict[int, Sample] = {}
         scores: dict[int, tuple[Sample, ...]] = {}
         failed: dict[int, str] = {}
-        # moves that cannot be made would lose the text of others: that is not survived
-        seconds = self.executor.run(replace(step, chunks=())).seconds if step.has_moves else 0.0
+        seconds = 0.0
+        try:
+            if step.has_moves:
+                seconds = self.executor.run(replace(step, chunks=())).seconds
+        except Exception as error:
+            self.scheduler.fail_holders(f"blocks could not be moved: {_said(error)}")
+            return StepResult({}, seconds)
         for chunk in step.chunks:
             try:
                 result = self.executor.run(Step((chunk,)))
             except Exception as alone:
-                failed[chunk.seq.seq_id] = f"{type(alone).__name__}: {alone}"
+                failed[chunk.seq.seq_id] = _said(alone)
                 continue
             samples |= result.samples
             scores |= result.prompt_logprobs
@@ -139,3 +144,7 @@ class Engine:
         report = StepReport(started_s, now, result.seconds, *size, running, waiting)
         for listener in self.listeners:
             listener.stepped(report, events)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

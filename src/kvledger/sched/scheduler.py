@@ -86,6 +86,14 @@ class Scheduler:
             seq.token_ids[-1] = last_token_id
         seq.is_held = False
 
+    def fail_holders(self, message: str) -> None:
+        """What blocks hold is in doubt: end everyone who holds some, in the pool or beyond, and forget all prefixes."""
+        for seq in (*self.running, *self.waiting):
+            if seq.tables or seq.slots:
+                self.roster.end(seq, "error", message=message)
+        self.prefix.clear()
+        self.roster.saves.clear()
+
     def sequences(self, request_id: str) -> tuple[Sequence, ...]:
         """The request's live sequences."""
         return tuple(self.roster.requests.get(request_id, ()))
