@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvledger.errors import BadRequest
-from kvledger.exec.sampler import _nucleus, sample, sample_rows, score, top_ids, uniform
+from kvledger.exec.sampler import _invert, _survivors, sample, sample_rows, score, top_ids, uniform
 from kvledger.sched.sequence import Sequence
 from kvledger.spec.sampling import SamplingParams
 
@@ -46,8 +46,9 @@ def slow_survivors(row, top_k=0, top_p=1.0, min_p=0.0):
 @settings(deadline=None, max_examples=300)
 def test_survivors_are_those_of_a_full_sort(row, top_k, top_p, min_p):
     scaled = np.array(row, np.float32) - np.float32(max(row))
-    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
-    assert _nucleus(scaled, params).tolist() == slow_survivors(scaled, top_k, top_p, min_p)
+    found = _survivors(scaled, SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p))
+    found = list(range(len(row))) if found is None else found.tolist()
+    assert found == slow_survivors(scaled, top_k, top_p, min_p)
 
 
 @given(row=ROWS, count=st.integers(0, 20))
@@ -89,6 +90,22 @@ def test_draws_follow_the_distribution(params):
         counts[sample(row, sequence(output=[0] * (i % 40), seed=i // 40, **params)).token_id] += 1
     chi2 = sum((counts[t] - e) ** 2 / e for t, e in zip(kept, expected, strict=True))
     assert chi2 < 45  # 11 degrees of freedom: 5e-6
+
+
+@pytest.mark.parametrize("size", [1, 3, 4095, 4096, 4097, 49152])
+def test_a_draw_is_the_inverse_of_the_cumulative_distribution(size):
+    """Every chance lands on a token, and each token gets its share of evenly spread chances."""
+    weights = np.random.default_rng(size).random(size).astype(np.float32) ** 8
+    weights[size // 2 :: 7] = 0.0
+    weights[0] = 1.0
+    chances = (np.arange(3000) + 0.5) / 3000
+    places = [_invert(weights, chance) for chance in chances]
+    assert (weights[places] > 0).all()
+    big = np.argsort(-weights)[:3]
+    for token in big:
+        assert abs(places.count(token) / 3000 - weights[token] / weights.sum(dtype=np.float64)) < 2 / 3000
+    assert weights[_invert(weights, 0.0)] > 0
+    assert weights[_invert(weights, 1.0 - 2.0**-53)] > 0
 
 
 def test_whole_vocabulary_draw_never_returns_an_impossible_token():

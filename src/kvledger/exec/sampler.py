@@ -26,8 +26,9 @@ from kvledger.spec.sampling import SamplingParams
 
 Row = NDArray[np.float32]  # [vocabulary]
 _NEVER = np.float32(-np.inf)
-_TILE = 256  # tokens summed at a time when drawing from the whole vocabulary
-_DEPTHS = (2.0, 4.0, 8.0, 16.0, math.inf)  # nats below the best token in which survivors are looked for, in turn
+_HEIGHT, _LARGE = 256, 4096  # rows of at least so many weights are summed as columns of that height
+_DEPTHS = (4.0, 12.0, math.inf)  # nats below the best token in which the nucleus is looked for, in turn
+_REACH = 60.0  # nats: 2^20 tokens that far below the best weigh less than 2^-53 together, the step of `uniform`
 
 
 def sample_rows(logits: NDArray[np.float32], sequences: Items[Sequence]) -> tuple[dict[int, Sample], dict[int, str]]:
@@ -150,68 +151,78 @@ def _draw(shaped: Row, seq: Sequence) -> int:
     if not math.isfinite(best):
         return int(np.argmax(shaped))  # the caller sees that nothing is left
     scaled = shaped - best
-    scaled *= np.float32(1.0 / params.temperature)
-    chance = uniform(seq.seed, seq.choice, seq.num_output_tokens)
-    if params.top_p >= 1.0 and params.top_k <= 0 and params.min_p == 0.0:
-        return _draw_any(np.exp(scaled, out=scaled), chance)
-    ids = _nucleus(scaled, params)
-    return int(ids[_invert(np.cumsum(np.exp(scaled[ids]), dtype=np.float64), chance)])
+    if params.temperature != 1.0:
+        scaled *= np.float32(1.0 / params.temperature)
+    ids = _survivors(scaled, params)
+    weights = np.exp(scaled if ids is None else scaled[ids])
+    place = _invert(weights, uniform(seq.seed, seq.choice, seq.num_output_tokens))
+    return place if ids is None else int(ids[place])
 
 
-def _draw_any(weights: Row, chance: float) -> int:
-    """Inverse of the cumulative distribution in order of ids, in two levels: tiles, then tokens of one tile."""
-    padded = np.zeros(-(-weights.size // _TILE) * _TILE, np.float32)
-    padded[: weights.size] = weights
-    tiles = padded.reshape(-1, _TILE)
-    upto = np.cumsum(tiles.sum(axis=1), dtype=np.float64)
+def _invert(weights: Row, chance: float) -> int:
+    """Inverse of the cumulative distribution. Large rows in two levels: columns of a matrix, then one column."""
+    height = _HEIGHT if weights.size >= _LARGE else 1
+    if weights.size % height:
+        weights = np.concatenate([weights, np.zeros(-weights.size % height, np.float32)])
+    grid = weights.reshape(height, -1)
+    upto = np.cumsum(grid.sum(axis=0), dtype=np.float64)
     target = chance * upto[-1]
-    tile = min(int(np.searchsorted(upto, target, side="right")), len(upto) - 1)
-    before = upto[tile - 1] if tile else 0.0
-    inside = np.cumsum(tiles[tile], dtype=np.float64)
-    place = int(np.searchsorted(inside, target - before, side="right"))
-    if place == _TILE or not tiles[tile, place]:  # rounding between the two levels: the tile's last possible token
-        place = int(np.flatnonzero(tiles[tile])[-1])
-    return tile * _TILE + place
+    column = _place(upto, target)
+    before = upto[column - 1] if column else 0.0
+    row = _place(np.cumsum(grid[:, column], dtype=np.float64), target - before) if height > 1 else 0
+    return row * grid.shape[1] + column
 
 
-def _invert(cumulative: NDArray[np.float64], chance: float) -> int:
-    return min(int(np.searchsorted(cumulative, chance * cumulative[-1], side="right")), len(cumulative) - 1)
+def _place(upto: NDArray[np.float64], target: float) -> int:
+    """First place whose sum passes the target; where rounding leaves none, the last that adds anything."""
+    place = int(np.searchsorted(upto, target, side="right"))
+    return place if place < upto.size else int(np.searchsorted(upto, upto[-1]))
 
 
-def _nucleus(scaled: Row, params: SamplingParams) -> NDArray[np.int64]:
-    """Ids that min-p, top-k and top-p leave, in order of ids. `scaled` has its maximum at 0."""
-    values, total = _candidates(scaled, params)
-    if params.top_k > 0:
-        values = values[: params.top_k]
-    kept = values.size
+def _survivors(scaled: Row, params: SamplingParams) -> NDArray[np.int64] | None:
+    """Ids that min-p, top-k and top-p leave, in order; None: all. `scaled` has its maximum at 0."""
+    ids = _reachable(scaled, params.min_p)
+    if params.top_k <= 0 and params.top_p >= 1.0:
+        return ids
+    kept = _top(scaled if ids is None else scaled[ids], params)
+    return kept if ids is None else ids[kept]
+
+
+def _reachable(scaled: Row, min_p: float) -> NDArray[np.int64] | None:
+    """Ids that min-p leaves and that a draw can reach, in order; None where that is most of them anyway."""
+    near = scaled >= (max(math.log(min_p), -_REACH) if min_p else -_REACH)
+    if not min_p and 2 * int(np.count_nonzero(near)) > scaled.size:
+        return None
+    return np.flatnonzero(near)
+
+
+def _top(values: Row, params: SamplingParams) -> NDArray[np.int64]:
+    """Places of the values that top-k and then top-p leave, in order."""
+    largest, total = _largest(values, params)
+    count = largest.size
     if params.top_p < 1.0:
-        upto = np.cumsum(np.exp(values), dtype=np.float64)
-        target = params.top_p * (float(upto[-1]) if params.top_k > 0 else total)
-        kept = min(int(np.searchsorted(upto, target)) + 1, kept)  # the token that reaches the target stays
-    ids = np.flatnonzero(scaled >= values[kept - 1])
-    if ids.size > kept:  # the last place is tied: the highest ids go
-        tied = ids[scaled[ids] == values[kept - 1]]
-        ids = np.setdiff1d(ids, tied[kept - ids.size :], assume_unique=True)
-    return ids
+        upto = np.cumsum(np.exp(largest), dtype=np.float64)
+        count = min(int(np.searchsorted(upto, params.top_p * total)) + 1, count)  # who reaches the target stays
+    places = np.flatnonzero(values >= largest[count - 1])
+    if places.size > count:  # the last place is tied: the highest ids go
+        tied = places[values[places] == largest[count - 1]]
+        places = np.setdiff1d(places, tied[count - places.size :], assume_unique=True)
+    return places
 
 
-def _candidates(scaled: Row, params: SamplingParams) -> tuple[Row, float]:
-    """(values that can survive, largest first; mass of all that min-p leaves). Few, because sorting is what costs.
-
-    Looks no deeper below the best token than top-k's count or top-p's mass requires.
-    """
-    floor = math.log(params.min_p) if params.min_p else -math.inf
-    weights = np.exp(scaled)
-    total = _mass(weights[scaled >= floor]) if params.min_p else _mass(weights)
+def _largest(values: Row, params: SamplingParams) -> tuple[Row, float]:
+    """(enough of the largest values, in falling order; the mass that top-p is a share of)."""
+    if params.top_k > 0:
+        rest = max(0, values.size - params.top_k)
+        largest = np.sort(np.partition(values, rest)[rest:])[::-1]
+        return largest, _mass(np.exp(largest))
+    weights = np.exp(values)
+    total = _mass(weights)
     for depth in _DEPTHS:
-        near = scaled >= max(-depth, floor)
-        if params.top_k > 0:
-            is_enough = int(np.count_nonzero(near)) >= params.top_k
-        else:
-            is_enough = params.top_p < 1.0 and _mass(weights[near]) >= params.top_p * total
-        if is_enough or -depth <= floor:
+        near = values >= -depth
+        if depth == math.inf or _mass(weights[near]) >= params.top_p * total:
             break
-    return np.sort(scaled[near])[::-1], total
+    return np.sort(values[near])[::-1], total
 
 
 def _mass(weights: Row) -> float:
