@@ -1,0 +1,175 @@
+"""The CPU executor on tiny random models: pool, copies, tiers, logits, prompt logprobs, refusals."""
+
+import numpy as np
+import pytest
+
+from kvledger.errors import DamagedFile, UnsupportedModel
+from kvledger.exec.cpu import MODES, CpuExecutor
+from kvledger.sched.sequence import Sequence
+from kvledger.sched.step import Chunk, Step
+from kvledger.spec.config import ExecConfig
+from kvledger.spec.from_gguf import model_from_gguf
+from kvledger.spec.sampling import SamplingParams
+from reference_model import Reference
+from tiny_models import decoder
+
+RNG = np.random.default_rng(3)
+
+
+def executor(weights, *, kv="bf16", block=16, num_blocks=40, threads=2, activations="auto"):
+    spec = model_from_gguf(weights.metadata, weights.facts)
+    return CpuExecutor(weights, spec, spec.kv_layout(kv, block), num_blocks, ExecConfig(threads, activations))
+
+
+def sequence(ids, first_block=0, seq_id=0, block=16, room=64, groups=1, **params):
+    per_group = -(-(len(ids) + room) // block)
+    tables = tuple(list(range(first_block + g * per_group, first_block + (g + 1) * per_group)) for g in range(groups))
+    asked = SamplingParams(**{"temperature": 0.0, **params})
+    return Sequence(seq_id, str(seq_id), list(ids), len(ids), asked, 10_000, tables=tables)
+
+
+def all_logits(ex, ids, **where):
+    seq = sequence(ids, prompt_logprobs=0, **where)
+    return ex.logits(Step((Chunk(seq, 0, len(ids), True),)))
+
+
+def tokens(count, vocab=96):
+    return RNG.integers(0, vocab, count).tolist()
+
+
+@pytest.mark.parametrize(
+    ("kv", "block"), [("bf16", 16), ("bf16", 8), ("int8", 16), ("fp8", 32), ("fp32", 16), ("bf16", 256)]
+)
+def test_the_pool_is_what_the_layout_says(kv, block):
+    ex = executor(decoder(), kv=kv, block=block, num_blocks=7)
+    assert ex.num_blocks == 7
+    assert ex.kv_bytes == 7 * ex.layout.block_bytes
+    ex.close()
+    ex.close()
+
+
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [
+        (("bf16", "auto"), 0.015), (("bf16", "int8"), 0.04), (("bf16", "int8x2"), 0.008), (("fp32", "fp32"), 2e-5),
+        (("int8", "int8x2"), 0.02), (("fp8", "int8x2"), 0.08),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_logits_are_the_reference(case, tolerance, kind):
+    weights = decoder(kind=kind, dim=32, heads=4, kv_heads=2, hidden=128)
+    ids = tokens(40)
+    expected = Reference(weights).logits(np.array(ids))
+    ex = executor(weights, kv=case[0], activations=case[1])
+    got = all_logits(ex, ids)
+    ex.close()
+    assert got.shape == expected.shape
+    assert np.sqrt(((got - expected) ** 2).mean()) <= tolerance * expected.std()
+
+
+def test_a_vocabulary_that_fills_no_tile():
+    weights = decoder(vocab=83, tied=True)
+    ids = tokens(20, 83)
+    ex = executor(weights, kv="fp32", activations="fp32")
+    got = all_logits(ex, ids)
+    ex.close()
+    assert np.allclose(got, Reference(weights).logits(np.array(ids)), atol=1e-4)
+
+
+def test_only_asked_rows_go_through_the_head():
+    ex = executor(decoder())
+    first, second = sequence(tokens(30)), sequence(tokens(5), first_block=10, seq_id=1)
+    every = [all_logits(ex, s.token_ids, first_block=s.tables[0][0]) for s in (first, second)]
+    got = ex.logits(Step((Chunk(first, 0, 30, True), Chunk(second, 0, 5, True))))
+    assert np.array_equal(got, np.stack([every[0][-1], every[1][-1]]))
+    assert ex.logits(Step((Chunk(first, 0, 10, False),))).shape == (0, 96)
+    assert ex.run(Step(())).samples == {}
+    ex.close()
+
+
+def test_prompt_logprobs_cover_every_following_prompt_token():
+    ex = executor(decoder())
+    ids = tokens(150)  # more rows than the head takes at once
+    seq = sequence(ids, prompt_logprobs=2)
+    logits = all_logits(ex, ids)
+    result = ex.run(Step((Chunk(seq, 0, 100, False),)))
+    assert len(result.prompt_logprobs[0]) == 100
+    last = ex.run(Step((Chunk(seq, 100, 50, True),)))
+    assert len(last.prompt_logprobs[0]) == 49
+    assert last.samples[0].token_id == int(logits[-1].argmax())
+    every = [*result.prompt_logprobs[0], *last.prompt_logprobs[0]]
+    assert [s.token_id for s in every] == ids[1:]
+    row = logits[120].astype(np.float64)
+    expected = row[ids[121]] - np.log(np.exp(row).sum())
+    assert every[120].logprob == pytest.approx(expected, abs=1e-4)
+    ex.close()
+
+
+def test_copied_and_swapped_blocks_continue_the_same():
+    ex = executor(decoder())
+    ids = tokens(40)
+    seq = sequence(ids, room=8)
+    ex.run(Step((Chunk(seq, 0, 40, True),)))
+    seq.token_ids.append(5)
+    step = Step((Chunk(seq, 40, 1, True),))
+    expected = ex.logits(step)
+    blocks = list(seq.tables[0])
+    moved = [b + 20 for b in blocks]
+    seq.tables = (moved,)
+    copies = tuple(zip(blocks, moved, strict=True))
+    assert np.array_equal(ex.logits(Step(step.chunks, copies=copies)), expected)
+    spare = [b + 30 for b in blocks]
+    ex._store._num_host_slots = 99  # a host tier of 99 slots
+    ex.run(Step((), swaps_out=tuple((b, i) for i, b in enumerate(moved))))
+    seq.tables = (spare,)
+    assert np.array_equal(ex.logits(Step(step.chunks, swaps_in=tuple(enumerate(spare)))), expected)
+    ex.close()
+
+
+@pytest.mark.parametrize("block", [8, 16])
+def test_blocks_that_a_window_has_passed_are_not_read(block):
+    ex = executor(decoder(attention__sliding_window=24), block=block, num_blocks=60)
+    ids = tokens(200)
+    seq = sequence(ids, block=block)
+    ex.run(Step((Chunk(seq, 0, 199, False),)))
+    step = Step((Chunk(seq, 199, 1, True),))
+    expected = ex.logits(step)
+    kept = (200 - 24) // block
+    seq.tables = ([-1] * kept + seq.tables[0][kept:],)
+    assert np.array_equal(ex.logits(step), expected)
+    ex.close()
+
+
+def test_a_poisoned_request_fails_alone():
+    weights = decoder()
+    embedding = weights.tensors["token_embd.weight"].data
+    weights.tensors["token_embd.weight"].data = embedding.copy()
+    weights.tensors["token_embd.weight"].data[7 * 68 : 7 * 68 + 2] = [0, 0x7E]  # token 7: a scale that is no number
+    ex = executor(weights)
+    good = sequence([1, 2, 3, 4], first_block=10)
+    alone = ex.logits(Step((Chunk(good, 0, 4, True),)))
+    bad = sequence([1, 7, 3], first_block=0, seq_id=1)
+    result = ex.run(Step((Chunk(bad, 0, 3, True), Chunk(good, 0, 4, True))))
+    assert set(result.failed) == {1}
+    assert set(result.samples) == {0}
+    good.tables = ([0],)  # the block that the poisoned one used
+    assert np.array_equal(ex.logits(Step((Chunk(good, 0, 4, True),))), alone)
+    ex.close()
+
+
+def test_refusals_name_what_is_missing():
+    weights = decoder()
+    del weights.tensors["blk.1.ffn_up.weight"]
+    with pytest.raises(DamagedFile, match=r"blk\.1\.ffn_up\.weight"):
+        executor(weights)
+    with pytest.raises(UnsupportedModel, match="q4_0"):
+        executor(decoder(), kv="q4_0")
+    with pytest.raises(UnsupportedModel, match="falcon"):
+        executor(decoder("falcon"))
+    with pytest.raises(UnsupportedModel, match="multiple of 32"):
+        executor(decoder(inner=100, kind="F32"))
+
+
+def test_every_mode_of_the_configuration_is_computed():
+    assert set(MODES) == {"auto", "int8", "int8x2", "fp32"}
