@@ -22,17 +22,18 @@ def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return ((raw >> np.uint64(40)).astype(np.float32) / 2**23 - 1).reshape(shape)
 
 
-def weight(model: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def weight(seed: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Norms near their neutral value, biases small, matrices so that variance passes through."""
-    values = uniform(f"{model}/{name}", shape)
+    values = uniform(f"{seed}/{name}", shape)
     if name.endswith("norm.weight"):
-        neutral = 0 if model.startswith("gemma") else 1
+        neutral = 0 if seed.startswith("gemma") else 1
         return (neutral + 0.3 * values).astype(np.float32)
     if len(shape) == 1:
         return (0.3 * values).astype(np.float32)
     if "embed_tokens" in name:
         return values
-    gain = 3.0 if "mlp.gate.weight" in name or "moe.gate" in name else 1.0  # experts chosen clearly, not by a hair
+    router = name.endswith(("mlp.gate.weight", "moe.gate.weight"))
+    gain = 3.0 if router and not seed.startswith("deepseek3") else 1.0  # experts far apart; a sigmoid would saturate
     return (gain * np.sqrt(3 / shape[-1]) * values).astype(np.float32)
 
 
@@ -40,17 +41,17 @@ def token_ids(model: str, vocab_size: int) -> list[int]:
     return ((uniform(f"{model}/tokens", (NUM_TOKENS,)) + 1) / 2 * vocab_size).astype(int).tolist()
 
 
-def write_folder(folder: Path, model: str, config: dict, shapes: dict[str, list[int]]) -> Path:
-    """A Hugging Face folder of the model."""
+def write_folder(folder: Path, row: dict) -> Path:
+    """A Hugging Face folder of the model that a row of tiny.json describes."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: weight(model, name, tuple(shape)) for name, shape in shapes.items()}
+    (folder / "config.json").write_text(json.dumps(row["config"]))
+    tensors = {name: weight(row["seed"], name, tuple(shape)) for name, shape in row["shapes"].items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def described() -> dict[str, dict]:
-    """Name → {"config": …, "shapes": …} of all models with fixtures."""
+    """Name → {"seed": …, "config": …, "shapes": …} of all models with fixtures."""
     return json.loads((GOLDEN / "tiny.json").read_text())
 
 

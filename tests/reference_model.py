@@ -17,6 +17,7 @@ class Reference:
         self.f = Facts(weights.metadata["general.architecture"], weights.metadata)
         self.gemma = self.f.arch.startswith("gemma")
         self.eps = self.number("attention.layer_norm_rms_epsilon")
+        self.closest = np.inf  # least lead of a chosen expert, or group of them, over the next: in logits or in scores
 
     def number(self, key, default=0.0):
         value = self.f.metadata.get(f"{self.f.arch}.{key}", default)
@@ -182,12 +183,18 @@ class Reference:
         score = 1 / (1 + np.exp(-score)) if sigmoid else softmax(score)
         bias = self.w(p + "exp_probs_b.bias")
         choice = self.keep_groups(score if bias is None else score + bias, sigmoid)
+        self.note_lead(choice, used, sigmoid)
         for row, ranked in zip(score, np.argsort(-choice, axis=1, kind="stable"), strict=True):
             chosen = ranked[:used]
             weights = row[chosen]
             if self.f.metadata.get(f"{self.f.arch}.expert_weights_norm"):
                 weights = weights / weights.sum()
             yield chosen, weights * self.number("expert_weights_scale", 1.0)
+
+    def note_lead(self, values, count, sigmoid):
+        values = values if sigmoid else np.log(np.maximum(values, 1e-30))
+        ranked = -np.sort(-values, axis=1)
+        self.closest = min(self.closest, (ranked[:, count - 1] - ranked[:, count]).min())
 
     def keep_groups(self, choice, sigmoid):
         """DeepSeek: only experts of the best groups; a group counts its best score, in V3 its best two."""
@@ -196,6 +203,7 @@ class Reference:
             return choice
         by_group = choice.reshape(len(choice), groups, -1)
         value = np.sort(by_group, axis=-1)[..., -2:].sum(-1) if sigmoid else by_group.max(-1)
+        self.note_lead(value, kept, sigmoid)
         best = np.argsort(-value, axis=1, kind="stable")[:, :kept]
         mask = np.zeros_like(value, bool)
         np.put_along_axis(mask, best, True, axis=1)

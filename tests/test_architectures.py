@@ -21,7 +21,7 @@ MODELS = described()
 
 
 def folder_of(tmp_path, name):
-    return write_folder(tmp_path / name, name, MODELS[name]["config"], MODELS[name]["shapes"])
+    return write_folder(tmp_path / name, MODELS[name])
 
 
 def run(weights, name, kv_dtype, activations):
@@ -63,7 +63,7 @@ def test_quantised(tmp_path, name, quantised):
     weights = open_weights(folder_of(tmp_path, name), quantised)
     expected = Reference(weights).logits(token_ids(name, 256))
     largest, rms = errors(run(weights, name, "bf16", "int8x2"), expected)
-    assert largest < 0.03
+    assert largest < 0.05
     assert rms < 0.006
 
 
