@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvledger.build import assemble
+from kvledger.cache.tiers import TierPlan
 from kvledger.clock import VirtualClock
 from kvledger.exec.simulated import Script, SimulatedExecutor
 from kvledger.plan.pool import PoolPlan
@@ -106,23 +107,24 @@ def configure(spec, num_blocks, prefix=True, **sched):
     return config, PoolPlan(layout, num_blocks * layout.block_bytes, num_blocks, "test")
 
 
-def run_cpu(model, num_blocks, requests=None, **options):
+def run_cpu(model, num_blocks, requests=None, swap=0, **options):
+    from kvledger.exec.block_store import BlockStore
     from kvledger.exec.cpu import CpuExecutor
 
     gguf, spec = model
     config, pool = configure(spec, num_blocks, **options)
-    recorder = Recorder(CpuExecutor(gguf, spec, pool.layout, num_blocks), [])
-    engine = assemble(spec, pool, config, recorder)
+    recorder = Recorder(CpuExecutor(gguf, spec, pool.layout, num_blocks, store=BlockStore(pool.layout, swap)), [])
+    engine = assemble(spec, pool, config, recorder, tiers=TierPlan(swap))
     try:
         return play(engine, requests or trace(), recorder)
     finally:
         engine.close()
 
 
-def run_simulated(model, num_blocks, texts, **options):
+def run_simulated(model, num_blocks, texts, swap=0, **options):
     config, pool = configure(model[1], num_blocks, **options)
     recorder = Recorder(SimulatedExecutor(pool, FixedTime(), Script(texts)), [])
-    engine = assemble(model[1], pool, config, recorder)
+    engine = assemble(model[1], pool, config, recorder, tiers=TierPlan(swap))
     engine.clock = VirtualClock()
     return play(engine, trace(), recorder)
 
@@ -130,6 +132,7 @@ def run_simulated(model, num_blocks, texts, **options):
 CASES = [
     {"policy": "continuous"},
     {"policy": "continuous", "prefix": False},
+    {"policy": "continuous", "swap": 60},
     {"policy": "continuous", "queueing": "priority"},
     {"policy": "continuous", "chunked_prefill": False},
     {"policy": "orca"},
@@ -148,14 +151,17 @@ def test_the_simulator_takes_the_same_steps(models, options, blocks, window):
     assert [type(e) for e in predicted.events] == [type(e) for e in real.events]
     if options == CASES[0] and window is None:
         assert bool(real.count(Preempted)) == (blocks == "tight")
+    if blocks == "tight" and window is None:
+        assert (real.count(Preempted, is_swapped=True) > 0) == ("swap" in options)
     assert any(isinstance(e, Admitted) and e.num_cached for e in real.events) == options.get("prefix", True)
 
 
-def test_text_does_not_depend_on_the_schedule(models):
+@pytest.mark.parametrize("window", [None, 24])
+def test_text_does_not_depend_on_the_schedule(models, window):
     """Every policy, pool size, chunking and prefix setting: the same tokens for every request and choice."""
     alone = {}
     for _, request in trace():
-        alone |= run_cpu(models[None], 200, [(0, request)], prefix=False).texts
+        alone |= run_cpu(models[window], 200, [(0, request)], prefix=False).texts
     settings = [
         *((blocks, options) for blocks in BLOCKS for options in CASES),
         ("roomy", {"max_num_batched_tokens": 7}),
@@ -163,6 +169,6 @@ def test_text_does_not_depend_on_the_schedule(models):
         ("tight", {"max_num_batched_tokens": 13, "prefix": False}),
     ]
     for blocks, options in settings:
-        run = run_cpu(models[None], BLOCKS[blocks], **options)
+        run = run_cpu(models[window], BLOCKS[blocks], **options)
         assert run.count(Finished) == len(alone)
         assert run.texts == alone, (blocks, options)
