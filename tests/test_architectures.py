@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from golden_models import described, logits, token_ids, write_folder
-from kvledger.errors import KvledgerError
 from kvledger.exec.cpu import CpuExecutor
-from kvledger.model.registry import READERS
 from kvledger.sched.sequence import Sequence
 from kvledger.sched.step import Chunk, Step
 from kvledger.spec.config import ExecConfig
@@ -27,8 +25,6 @@ def folder_of(tmp_path, name):
 def run(weights, name, kv_dtype, activations):
     """Logits of all positions, computed by the CPU executor in one step."""
     spec = model_from_gguf(weights.metadata, weights.facts)
-    if spec.architecture not in READERS:
-        pytest.skip(f"the registry has no reader for {spec.architecture}")
     layout = spec.kv_layout(kv_dtype)
     ids = token_ids(name, spec.vocab_size)
     per_group = -(-len(ids) // layout.block_size)
@@ -70,12 +66,8 @@ def test_quantised(tmp_path, name, quantised):
 @pytest.mark.parametrize("name", MODELS)
 def test_float32(tmp_path, name):
     weights = open_weights(folder_of(tmp_path, name))
-    try:
-        got = run(weights, name, "fp32", "fp32")
-    except KvledgerError as error:
-        pytest.skip(str(error))
-    largest, _ = errors(got, logits(name))
-    assert largest < 1e-3
+    largest, _ = errors(run(weights, name, "fp32", "fp32"), logits(name))
+    assert largest < 1e-4  # 1e-5 measured; the promise is 1e-3
 
 
 @pytest.mark.parametrize("name", MODELS)
