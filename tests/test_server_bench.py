@@ -1,11 +1,13 @@
 """The open-loop client: what it counts, on a server whose times are known."""
 
 import asyncio
+import json
+import time
 
 import pytest
 
 from conftest import Script, running, tiny_pool
-from kvledger.bench.serve import Slo, Target, drive, read_trace, summarise
+from kvledger.bench.serve import Outcome, Slo, Target, drive, read_events, read_trace, summarise
 from kvledger.errors import ConfigError
 from kvledger.plan.workload import find_workload
 from kvledger.server.state import Settings
@@ -53,6 +55,31 @@ def test_closed_loop_has_never_more_than_its_clients():
     for outcome in outcomes:
         overlapping = [o for o in outcomes if o.due_s < outcome.due_s < o.end_s]
         assert len(overlapping) <= 1
+
+
+def test_a_server_that_tells_no_usage():
+    """A token is taken to be an event; keep-alives and empty texts are none."""
+
+    async def follow() -> Outcome:
+        reader, outcome = asyncio.StreamReader(), Outcome(0.0)
+        text = 'data: {"choices": [{"text": "%s"}]}\n\n'
+        reader.feed_data(b"HTTP/1.1 200 OK\r\n\r\n: ping\n\n")
+        reader.feed_data("".join(text % piece for piece in ("a", "", "b", "c")).encode() + b"data: [DONE]\n\n")
+        reader.feed_eof()
+        await read_events(reader, outcome, time.monotonic())
+        return outcome
+
+    outcome = asyncio.run(follow())
+    assert (outcome.num_tokens, len(outcome.gaps_s), outcome.is_complete) == (3, 2, True)
+
+
+def test_prompts_as_words():
+    with running(Script(step_s=0.02), pool=tiny_pool(512)) as served:
+        target = Target.of(served.url, as_text=True)
+        message = target.message(arrivals(1, 0.0)[0]).split(b"\r\n\r\n")[1]
+        outcomes = asyncio.run(drive(target, arrivals(2, 0.0)))
+    assert len(json.loads(message)["prompt"].split()) == 20
+    assert all(o.is_complete and len(o.gaps_s) >= 5 for o in outcomes)
 
 
 def test_nobody_there():

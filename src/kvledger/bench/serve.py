@@ -27,6 +27,7 @@ from kvledger.simulate.replay import Arrival
 from kvledger.spec.sampling import SamplingParams
 
 TIMEOUT_S = 600.0
+_WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not".split()  # noqa: SIM905
 PERCENTILES = (50, 90, 99)
 
 
@@ -37,6 +38,7 @@ class Outcome:
     due_s: float
     status: int = 0  # 0: no answer at all
     first_s: float | None = None
+    last_s: float = 0.0
     end_s: float = 0.0
     num_tokens: int = 0
     gaps_s: list[float] = field(default_factory=list)
@@ -158,29 +160,40 @@ class Target:
     port: int
     model: str | None = None
     api_key: str | None = None
+    as_text: bool = False  # prompts as words, for servers that take no token ids
+    ban_ids: tuple[int, ...] = ()  # biased away, for servers that do not know ignore_eos
 
     @staticmethod
-    def of(url: str, model: str | None = None, api_key: str | None = None) -> Target:
-        """Raises ConfigError on anything but http://HOST:PORT."""
+    def of(url: str, **fields: Any) -> Target:
+        """`fields` are the other fields. Raises ConfigError on anything but http://HOST:PORT."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(f"{url!r} is not http://HOST:PORT")
-        return Target(parts.hostname, parts.port or 80, model, api_key)
+        return Target(parts.hostname, parts.port or 80, **fields)
 
     def message(self, arrival: Arrival) -> bytes:
         """The whole HTTP request."""
-        body = {
-            "prompt": arrival.request.prompt_token_ids,
+        body: dict[str, Any] = {
+            "prompt": words(arrival.request.prompt_token_ids) if self.as_text else arrival.request.prompt_token_ids,
             "max_tokens": arrival.num_output,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
-        } | ({"model": self.model} if self.model else {})
+        }
+        if self.model:
+            body["model"] = self.model
+        if self.ban_ids:
+            body["logit_bias"] = {str(token_id): -100 for token_id in self.ban_ids}
         payload = json.dumps(body).encode()
         key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json\r\n{key}"
         return f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload
+
+
+def words(token_ids: Sequence[int]) -> str:
+    """As many short words as there are ids: about a token each in any vocabulary of English."""
+    return " ".join(_WORDS[i % len(_WORDS)] for i in token_ids)
 
 
 async def drive(target: Target, arrivals: Sequence[Arrival], concurrency: int | None = None) -> list[Outcome]:
@@ -212,7 +225,7 @@ async def _send(target: Target, arrival: Arrival, start_s: float, due_s: float) 
             reader, writer = await asyncio.open_connection(target.host, target.port, limit=1 << 20)
             try:
                 writer.write(target.message(arrival))
-                await _read(reader, outcome, start_s)
+                await read_events(reader, outcome, start_s)
             finally:
                 writer.close()
     except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
@@ -221,10 +234,9 @@ async def _send(target: Target, arrival: Arrival, start_s: float, due_s: float) 
     return outcome
 
 
-async def _read(reader: asyncio.StreamReader, outcome: Outcome, start_s: float) -> None:
-    """Follow the answer's events. Chunk borders of the transfer never split our `data:` lines' meaning."""
+async def read_events(reader: asyncio.StreamReader, outcome: Outcome, start_s: float) -> None:
+    """Follow the answer's events. A server that tells no usage is taken to send a token per event."""
     outcome.status = int((await reader.readline()).split()[1])
-    last_s: float | None = None
     while line := await reader.readline():
         if not line.startswith(b"data: "):
             continue
@@ -232,12 +244,16 @@ async def _read(reader: asyncio.StreamReader, outcome: Outcome, start_s: float) 
             outcome.is_complete = outcome.status == 200 and outcome.num_tokens > 0
             return
         event = json.loads(line[6:])
+        if event.get("choices") and event["choices"][0].get("text"):
+            _note_text(outcome, time.monotonic() - start_s)
         if event.get("usage"):
             outcome.num_tokens = event["usage"]["completion_tokens"]
-        if event.get("choices") and event["choices"][0].get("text"):
-            now_s = time.monotonic() - start_s
-            if last_s is None:
-                outcome.first_s = now_s
-            else:
-                outcome.gaps_s.append(now_s - last_s)
-            last_s = now_s
+
+
+def _note_text(outcome: Outcome, now_s: float) -> None:
+    outcome.num_tokens += 1
+    if outcome.first_s is None:
+        outcome.first_s = now_s
+    else:
+        outcome.gaps_s.append(now_s - outcome.last_s)
+    outcome.last_s = now_s

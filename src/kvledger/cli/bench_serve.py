@@ -39,6 +39,8 @@ def bench_serve(
     slo_ttft: str = typer.Option("", help="Goodput counts requests with a first token within this, as 500ms."),
     slo_tpot: str = typer.Option("", help="… and this mean time per token."),
     slo_e2e: str = typer.Option("", help="… and this time in all."),
+    as_text: bool = typer.Option(False, "--text", help="Prompts as words, for servers that take no token ids."),
+    ban: list[int] = typer.Option([], help="Token id never to choose, for servers that do not know ignore_eos."),
     api_key: str = typer.Option("", envvar="KVLEDGER_API_KEY", help="Key for the server."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document."),
     server_options: str = typer.Option("", help="More options for the server that is started, in one string."),
@@ -49,7 +51,7 @@ def bench_serve(
     slo = Slo(*(parse_seconds(text) if text else None for text in (slo_ttft, slo_tpot, slo_e2e)))
     with nullcontext(url) if url else started_server(model, server_options.split()) as address:
         card = model_card(address, api_key)
-        target = Target.of(address, card["id"], api_key or None)
+        target = Target.of(address, model=card["id"], api_key=api_key or None, as_text=as_text, ban_ids=tuple(ban))
         arrivals = _arrivals(workload, trace, speed, rate, requests, seed, card.get("max_model_len") or 2048)
         outcomes = asyncio.run(drive(target, arrivals, concurrency))
     found = summarise(outcomes, slo)
