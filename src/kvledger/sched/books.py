@@ -16,7 +16,7 @@ class Books:
 
     `num_used` blocks have a holder (a shared one counts once), `num_reserved` more are promised to running sequences
     by a reserving policy, `num_idle` hold prefixes nobody uses now, `num_blank` hold nothing. `num_places` are token
-    places in used and reserved blocks of one group, `num_stored` of them hold a token.
+    places in used and reserved blocks of one group, `num_stored` of them hold a token of a running sequence.
     """
 
     num_blocks: int
@@ -31,7 +31,7 @@ class Books:
 
     @property
     def waste(self) -> float:
-        """Share of the memory taken that holds no token: 0 with nothing taken."""
+        """Share of the memory taken that no running sequence can read: 0 with nothing taken."""
         return 1.0 - self.num_stored / self.num_places if self.num_places else 0.0
 
     @property

@@ -16,7 +16,7 @@ from kvledger.sched.draft import Draft, Moves
 from kvledger.sched.events import Admitted, Event, Finished, Preempted
 from kvledger.sched.policies import Policy
 from kvledger.sched.sequence import Request, Sequence, Status
-from kvledger.sched.waiting import SequenceList
+from kvledger.sched.sequence_list import SequenceList
 from kvledger.spec.config import Queueing
 
 
@@ -167,11 +167,12 @@ class Roster:
 
     def books(self, num_reserved: int) -> Books:
         """Where the blocks are, now. O(blocks): for reports."""
-        return Books.of(self.plan, self.pool, self._holders(), num_reserved)
+        return Books.of(self.plan, self.pool, tuple(self.running), num_reserved)
 
     def check(self) -> None:
         """Recount blocks and queues from scratch. AssertionError on any disagreement."""
-        self.pool.check(table for seq in self._holders() for table in seq.tables)
+        holders = (*self.running, *(seq for seq, _ in self._parked))
+        self.pool.check(table for seq in holders for table in seq.tables)
         self.prefix.check()
         self.tiers.check([*self._spent, *(seq.slots for seq in self.waiting)])
         live = [seq for sequences in self.requests.values() for seq in sequences]
@@ -179,9 +180,6 @@ class Roster:
         assert not any(table for seq in self.waiting for table in seq.tables), "a waiting sequence holds blocks"
         for seq in self.running:
             assert seq.num_computed <= len(seq.tables[0]) * self.ledger.block_size, "positions without a block"
-
-    def _holders(self) -> list[Sequence]:
-        return [*self.running, *(seq for seq, _ in self._parked)]
 
     def _next_id(self) -> int:
         self._num_sequences += 1
