@@ -14,6 +14,7 @@ from kvledger.kernels import attention as att
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
 from kvledger.kernels import matmul_amx as amx
+from kvledger.kernels.attention_loops import SPAN
 from kvledger.kernels.ceilings import measure_ceilings
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.kv_pages import AttentionShape
@@ -79,7 +80,7 @@ def attention(team: Team, sequences: int, new: int, context_tokens: int, found: 
     q = np.zeros((kv_heads * rows * ratio + 16, shape.padded_dim), np.uint16)
     out = np.zeros((rows, heads, dim), np.float32)
     segments = np.array([(i * new, new, context_tokens, 0) for i in range(sequences)], np.int64)
-    spans = lambda last: -(-last // att.SPAN)  # noqa: E731
+    spans = lambda last: -(-last // SPAN)  # noqa: E731
     units = np.array([
         (i, r, min(att.MAX_ROWS, new * ratio - r), 0,
          spans(context_tokens + (r + min(att.MAX_ROWS, new * ratio - r) - 1) // ratio + 1), -1)
@@ -124,7 +125,8 @@ def main() -> None:
     for x in lines:
         print(
             f"{x['kernel']:16} {x['shape']:24} {x['seconds'] * 1e6:9.1f} µs {x['ops_per_s'] / 1e9:7.0f} Gop/s "
-            f"({x['of_arithmetic']:4.0%} of arithmetic) {x['bytes_per_s'] / 1e9:6.1f} GB/s ({x['of_memory']:4.0%} of memory)"
+            f"({x['of_arithmetic']:4.0%} of arithmetic) {x['bytes_per_s'] / 1e9:6.1f} GB/s "
+            f"({x['of_memory']:4.0%} of memory)"
         )
 
 

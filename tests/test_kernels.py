@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvledger.kernels import attention as att
+from kvledger.kernels import attention_loops as loops
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import isa, kv_pages, kv_write
 from kvledger.kernels import matmul as mm
@@ -175,16 +176,16 @@ def attend(team, qkv, shape, starts, angles, pool, num_blocks, tables, split=Fal
     positions = np.concatenate([p + np.arange(n, dtype=np.int32) for _, n, p, _ in segments.tolist()]).astype(np.int32)
     units, merges, partials = [], [], 0
     for i, (_, n, p, _) in enumerate(segments.tolist()):
-        spans = -(-(p + n) // att.SPAN)
-        for row in range(0, n * shape.ratio, att.SPLIT_ROWS if split else att.MAX_ROWS):
-            count = min(att.SPLIT_ROWS if split else att.MAX_ROWS, n * shape.ratio - row)
+        spans = -(-(p + n) // loops.SPAN)
+        for row in range(0, n * shape.ratio, loops.SPLIT_ROWS if split else att.MAX_ROWS):
+            count = min(loops.SPLIT_ROWS if split else att.MAX_ROWS, n * shape.ratio - row)
             if split:
                 units += [(i, row, count, s, 1, partials + s) for s in range(spans)]
                 merges.append((i, row, count, partials, spans))
                 partials += spans
             else:
-                units.append((i, row, count, 0, -(-(p + (row + count - 1) // shape.ratio + 1) // att.SPAN), -1))
-    held = np.zeros(max(1, partials) * shape.kv_heads * att.SPLIT_ROWS * (shape.dim + 16), np.float32)
+                units.append((i, row, count, 0, -(-(p + (row + count - 1) // shape.ratio + 1) // loops.SPAN), -1))
+    held = np.zeros(max(1, partials) * shape.kv_heads * loops.SPLIT_ROWS * (shape.dim + 16), np.float32)
     units, merges = np.array(units, np.int64), np.array(merges, np.int64).reshape(-1, att.MERGE_WORDS)
     ops = [
         kv_write.rope_write(shape, source.ctypes.data, q, angles, shape.dim**-0.5, max_rows),

@@ -41,8 +41,8 @@ class Weights:
 
 
 def decoder(arch: str = "llama", *, hidden: int = 64, heads: int = 4, kv_heads: int = 2, dim: int = 16, inner: int = 96,
-            layers: int = 2, vocab: int = 96, context: int = 2048, kind: str = "Q8_0", tied: bool = False, bias: bool = False,
-            qk_norm: bool = False, seed: int = 0, **extra: object) -> Weights:  # fmt: skip
+            layers: int = 2, vocab: int = 96, context: int = 2048, kind: str = "Q8_0", tied: bool = False,
+            bias: bool = False, qk_norm: bool = False, seed: int = 0, **extra: object) -> Weights:  # fmt: skip
     """A dense decoder. `extra` are metadata keys without the architecture, dots as double underscores."""
     rng = np.random.default_rng(seed)
     keys = {

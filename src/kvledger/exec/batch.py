@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvledger.kernels.attention import MAX_ROWS, SPAN, SPLIT_ROWS
+from kvledger.kernels.attention import MAX_ROWS
+from kvledger.kernels.attention_loops import SPAN, SPLIT_ROWS
 from kvledger.sched.sequence import Sequence
 from kvledger.units import cdiv
 

@@ -19,8 +19,10 @@ from kvledger.exec.sampler import sample_rows, score
 from kvledger.kernels import attention as att
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
+from kvledger.kernels.attention_loops import SPLIT_ROWS
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.team import Team
+from kvledger.kernels.warmup import common_kernels, warmup
 from kvledger.model.decoder import HEAD_ROWS, build
 from kvledger.model.linear import MAX_ROWS
 from kvledger.model.registry import read_decoder
@@ -50,7 +52,10 @@ class CpuExecutor:
         self.layout, self._num_blocks = layout, num_blocks
         decoder = read_decoder(gguf.metadata, spec, gguf.tensors)
         positions = min(decoder.max_context, num_blocks * layout.block_size)
-        self.model = build(decoder, gguf.tensors, layout, MODES[config.activations], positions, progress)
+        mode = MODES[config.activations]
+        # the first half of the progress is compiling, which after the first start takes no time
+        warmup(common_kernels(mode), lambda share: progress(share / 2))
+        self.model = build(decoder, gguf.tensors, layout, mode, positions, lambda share: progress((1 + share) / 2))
         self._pool = mm.aligned_zeros(num_blocks * layout.block_bytes + _PAD_BYTES)
         self._pages = self._pool[: num_blocks * layout.block_bytes].reshape(layout.pool_shape(num_blocks))
         self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
@@ -95,7 +100,7 @@ class CpuExecutor:
     def close(self) -> None:
         """End the threads and give the pool back. Idempotent."""
         self._team.close()
-        self._pool = self._pages = np.empty(0, np.uint8)
+        self._pool, self._pages = np.empty(0, np.uint8), np.empty((0, 0, 0), np.uint8)
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -138,7 +143,7 @@ class CpuExecutor:
     def _forward(self, segments: Any) -> Batch:
         d = self.model.decoder
         batch = make_batch(segments, len(self.layout.groups), d.ratio, d.kv_heads, self._team.num_threads)
-        partial_floats = batch.num_partials * d.kv_heads * att.SPLIT_ROWS * (d.value_dim + 16)
+        partial_floats = batch.num_partials * d.kv_heads * SPLIT_ROWS * (d.value_dim + 16)
         if partial_floats > self._partials.size:
             self._partials = np.empty(2 * partial_floats, np.float32)
         ctx = self._ctx

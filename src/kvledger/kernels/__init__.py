@@ -1,7 +1,9 @@
-"""Numba kernels, and the slow obvious version of each in reference.py. A program of kernels is run by a team of threads.
+"""Numba kernels, and the slow obvious version of each in reference.py. A program of them is run by a team of threads.
 
-isa.py          which vector instructions       jit.py        compiling and caching
-simd.py         vectors, the emitter            team.py       threads that run a program together
-matmul.py       quantised products              attention.py  paged attention, rope and KV write
-elementwise.py  embedding, norms, gates         reference.py  all of it in NumPy
+isa.py           which vector instructions        jit.py, warmup.py   compiling and caching
+simd.py          vectors and the emitter          team.py             threads that run a program together
+matmul*.py       products: integer, AMX, float32  ceilings.py         what the machine can do at best
+elementwise.py   embedding, norms, gates          routing.py          mixture of experts
+kv_pages.py      how keys and values lie          kv_write.py, latent.py   rope and writing them
+attention.py     attention over pages
 """

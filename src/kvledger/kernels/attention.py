@@ -1,7 +1,9 @@
 """Attention over paged keys and values, for any mix of prompt and decode rows.
 
 Pages are laid out as `kv_pages.py` says. What is stored in bf16 in blocks of 16 tokens or more is an operand of the
-dot product as it stands; other types and smaller blocks are brought into that form first, a span at a time. Query rows of one KV head (tokens × heads that share it) are computed together.
+dot product as it stands; other types and smaller blocks are brought into that form first, a span at a
+time. Query rows of
+one KV head (tokens × heads that share it) are computed together.
 
 Keys are taken in spans of 256 at fixed positions. Each span gives (max, sum, output) from nothing, and spans are merged
 in ascending order (online softmax, Milakov & Gimelshein, arXiv:1805.02867). So a row's result depends neither on the
@@ -14,20 +16,27 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.core import types
 
 from kvledger.kernels import simd
+from kvledger.kernels.attention_loops import (
+    HAS_AMX,
+    SPAN,
+    SPLIT_ROWS,
+    TILE_SHAPES,
+    all_mixes,
+    all_mixes_f32,
+    all_scores,
+    all_scores_f32,
+)
 from kvledger.kernels.elementwise import NUM_BLOCKS, POOL, TABLE_STRIDE, TABLES, tanh
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel, inline
 from kvledger.kernels.kv_pages import KINDS, LATENT, AttentionShape, stage_keys, stage_latent, stage_values
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES
-from kvledger.kernels.simd import F32, I32, I64, VF32, VI32, Emit, Val, emitted, float_bits
+from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
 
-SPAN = 256  # keys per span
 MAX_ROWS = 64  # query rows per unit of work
-SPLIT_ROWS = 16  # most query rows of a unit whose spans are dealt out to threads
 NO_SCORE = -1e30  # running maximum before any key
 MASKED = -3e38  # score of a key that a row may not see: e^(MASKED − anything) is 0
 
@@ -36,222 +45,6 @@ SEGMENTS, UNITS, NUM_UNITS, PARTIALS, MERGES, NUM_MERGES = 10, 11, 12, 13, 14, 1
 SEGMENT_WORDS = 4  # first row, rows, position of the first row, –
 UNIT_WORDS = 6  # segment, first query row within it, query rows, first span, spans, index of the first partial or −1
 MERGE_WORDS = 5  # segment, first query row, query rows, index of the first partial, spans
-
-
-# ---------------------------------------------------------------------------------------------- inner loops
-
-
-def _scores_rows(rows: int) -> Any:
-    """Scores of `rows` query rows against one tile of 16 keys."""
-
-    def emit(e: Emit, q: Val, ldq: Val, keys: Val, pairs: Val, out: Val) -> None:
-        sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
-        with e.loop(pairs) as p:
-            k = e.load(VI32, keys + p * 64)
-            for r in range(rows):
-                sums[r].set(e.dot_bf16(sums[r].get(), k, e.load_splat(I32, q + ldq * r + p * 4)))
-        for r in range(rows):
-            e.store(sums[r].get(), out, r * SPAN * 4)
-
-    return emitted(types.void, [types.int64] * 5, emit)
-
-
-def _mix_rows(rows: int, width: int) -> Any:
-    """out[rows, 16·width] = P · V over `tiles` tiles of 16 keys whose values lie at `addresses`."""
-
-    def emit(e: Emit, p: Val, addresses: Val, tiles: Val, offset: Val, ldv: Val, out: Val, ldo: Val) -> None:
-        sums = [[e.var(e.const(VF32, 0.0)) for _ in range(width)] for _ in range(rows)]
-        with e.loop(tiles) as t:
-            values = e.load(I64, addresses + t * 8) + offset
-            for pair in range(8):
-                v = [e.load(VI32, values + ldv * pair, c * 64) for c in range(width)]
-                for r in range(rows):
-                    weight = e.load_splat(I32, p + t * 32, r * SPAN * 2 + pair * 4)
-                    for c in range(width):
-                        sums[r][c].set(e.dot_bf16(sums[r][c].get(), v[c], weight))
-        for r in range(rows):
-            for c in range(width):
-                e.store(sums[r][c].get(), out + ldo * r, c * 64)
-
-    return emitted(types.void, [types.int64] * 7, emit)
-
-
-def _scores_rows_f32(rows: int) -> Any:
-    """As `_scores_rows` in float32: keys as [D][16], `dim` channels."""
-
-    def emit(e: Emit, q: Val, ldq: Val, keys: Val, dim: Val, out: Val) -> None:
-        sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
-        with e.loop(dim) as d:
-            k = e.load(VF32, keys + d * 64)
-            for r in range(rows):
-                sums[r].set(e.fma(k, e.load_splat(F32, q + ldq * r + d * 4), sums[r].get()))
-        for r in range(rows):
-            e.store(sums[r].get(), out, r * SPAN * 4)
-
-    return emitted(types.void, [types.int64] * 5, emit)
-
-
-def _mix_rows_f32(rows: int) -> Any:
-    """out[rows, 16] = P · V in float32 over tiles of [16 keys][D]."""
-
-    def emit(e: Emit, p: Val, addresses: Val, tiles: Val, offset: Val, ldv: Val, out: Val, ldo: Val) -> None:
-        sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
-        with e.loop(tiles) as t:
-            values = e.load(I64, addresses + t * 8) + offset
-            for key in range(16):
-                v = e.load(VF32, values + ldv * key)
-                for r in range(rows):
-                    weight = e.load_splat(F32, p + t * 64, r * SPAN * 4 + key * 4)
-                    sums[r].set(e.fma(v, weight, sums[r].get()))
-        for r in range(rows):
-            e.store(sums[r].get(), out + ldo * r)
-
-    return emitted(types.void, [types.int64] * 7, emit)
-
-
-def _scores_amx(e: Emit, q: Val, ldq: Val, keys: Val, blocks: Val, out: Val) -> None:
-    """Scores of 16 query rows against one tile of 16 keys, 32 channels at a time."""
-    e.tile_zero(0)
-    with e.loop(blocks) as d:
-        e.tile_load(4, q + d * 64, ldq)
-        e.tile_load(5, keys + d * 1024, e.i64(64))
-        e.tile_dot("bf16ps", 0, 4, 5)
-    e.tile_store(0, out, e.i64(SPAN * 4))
-
-
-def _mix_amx(width: int) -> Any:
-    """As `_mix_rows` for 16 rows."""
-
-    def emit(e: Emit, p: Val, addresses: Val, tiles: Val, offset: Val, ldv: Val, out: Val, ldo: Val) -> None:
-        for c in range(width):
-            e.tile_zero(c)
-        with e.loop(tiles) as t:
-            values = e.load(I64, addresses + t * 8) + offset
-            e.tile_load(6, p + t * 32, e.i64(SPAN * 2))
-            for c in range(width):
-                e.tile_load(7, values + c * 64, ldv)
-                e.tile_dot("bf16ps", c, 6, 7)
-        for c in range(width):
-            e.tile_store(c, out + c * 64, ldo)
-
-    return emitted(types.void, [types.int64] * 7, emit)
-
-
-def _config() -> np.ndarray:
-    """AMX tiles: 0–3 results, 4 queries, 5 keys, 6 weights of 16 keys, 7 values of 16 keys."""
-    config = np.zeros(64, np.uint8)
-    config[0] = 1
-    for tile, (rows, row_bytes) in enumerate([(16, 64)] * 6 + [(16, 32), (8, 64)]):
-        config[48 + tile], config[16 + 2 * tile] = rows, row_bytes
-    return config
-
-
-TILE_SHAPES = _config()
-HAS_AMX = ISA.amx
-if ISA.amx:
-    scores_amx = emitted(types.void, [types.int64] * 5, _scores_amx)
-    mix_amx4, mix_amx1 = _mix_amx(4), _mix_amx(1)
-else:
-    scores_amx = emitted(types.void, [types.int64] * 5, lambda e, *args: None)
-    mix_amx4 = mix_amx1 = emitted(types.void, [types.int64] * 7, lambda e, *args: None)
-scores8, scores4, scores1 = _scores_rows(8), _scores_rows(4), _scores_rows(1)
-scores4_f32, scores1_f32, mix4_f32, mix1_f32 = *map(_scores_rows_f32, (4, 1)), *map(_mix_rows_f32, (4, 1))
-mix4x4, mix4x1, mix1x4, mix1x1 = _mix_rows(4, 4), _mix_rows(4, 1), _mix_rows(1, 4), _mix_rows(1, 1)
-
-
-def _prefetch(e: Emit, address: Val, lines: Val) -> None:
-    with e.loop(lines) as i:
-        e.prefetch(address + i * 64, 0)
-
-
-prefetch = emitted(types.void, [types.int64] * 2, _prefetch)
-
-
-@inline
-def ask_ahead(keys, values, first, t, tiles, dim):  # type: ignore[no-untyped-def]
-    """Few rows read keys and values once, at the memory's speed: ask for keys two tiles ahead, and for values now."""
-    lines = dim // 2
-    if t == first:
-        for i in range(first, min(first + 2, tiles)):
-            prefetch(simd.get_i64(keys + 8 * i), lines)
-    if t + 2 < tiles:
-        prefetch(simd.get_i64(keys + 8 * t + 16), lines)
-    prefetch(simd.get_i64(values + 8 * t), lines)
-
-
-@inline
-def all_scores(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
-    """Scores of all rows against tiles [first, tiles) of a span."""
-    for t in range(first, tiles):
-        address = simd.get_i64(keys + 8 * t)
-        if rows <= SPLIT_ROWS:
-            ask_ahead(keys, values, first, t, tiles, dim)
-        r = 0
-        if HAS_AMX:
-            while r < rows:
-                scores_amx(q + r * ldq, ldq, address, (dim + 31) // 32, out + (r * SPAN + t * 16) * 4)
-                r += 16
-        while rows - r >= 8:
-            scores8(q + r * ldq, ldq, address, dim // 2, out + (r * SPAN + t * 16) * 4)
-            r += 8
-        while rows - r >= 4:
-            scores4(q + r * ldq, ldq, address, dim // 2, out + (r * SPAN + t * 16) * 4)
-            r += 4
-        while rows - r >= 1:
-            scores1(q + r * ldq, ldq, address, dim // 2, out + (r * SPAN + t * 16) * 4)
-            r += 1
-
-
-@inline
-def all_scores_f32(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
-    """As `all_scores`."""
-    for t in range(first, tiles):
-        address = simd.get_i64(keys + 8 * t)
-        for r in range(0, rows // 4 * 4, 4):
-            scores4_f32(q + r * ldq, ldq, address, dim, out + (r * SPAN + t * 16) * 4)
-        for r in range(rows // 4 * 4, rows):
-            scores1_f32(q + r * ldq, ldq, address, dim, out + (r * SPAN + t * 16) * 4)
-
-
-@inline
-def all_mixes_f32(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
-    """As `all_mixes`."""
-    ldo = dim * 4
-    for d in range(0, dim, 16):
-        for r in range(0, rows // 4 * 4, 4):
-            mix4_f32(p + r * SPAN * 4, values, tiles, d * 4, ldo, out + r * ldo + d * 4, ldo)
-        for r in range(rows // 4 * 4, rows):
-            mix1_f32(p + r * SPAN * 4, values, tiles, d * 4, ldo, out + r * ldo + d * 4, ldo)
-
-
-@inline
-def all_mixes(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
-    """out[rows, dim] = P · V over the span's tiles."""
-    ldo, ldv = dim * 4, dim * 4
-    d = 0
-    while d < dim:
-        wide = dim - d >= 64
-        r = 0
-        if HAS_AMX:
-            while r < rows:
-                if wide:
-                    mix_amx4(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-                else:
-                    mix_amx1(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-                r += 16
-        while rows - r >= 4:
-            if wide:
-                mix4x4(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-            else:
-                mix4x1(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-            r += 4
-        while rows - r >= 1:
-            if wide:
-                mix1x4(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-            else:
-                mix1x1(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-            r += 1
-        d += 64 if wide else 16
 
 
 @inline

@@ -11,14 +11,16 @@ import time
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba.core import types
 
 from kvledger.kernels import simd
+from kvledger.kernels.emit import I64, VF32, VI32, Emit, Val
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel
 from kvledger.kernels.matmul import aligned_zeros
 from kvledger.kernels.matmul_amx import TILE_SHAPES
-from kvledger.kernels.simd import I64, VF32, VI32, Emit, Val, emitted
+from kvledger.kernels.simd import emitted
 from kvledger.kernels.team import Team, empty_program
 
 READ_BYTES = 256 << 20  # per thread; well beyond the last-level cache of most machines
@@ -27,7 +29,7 @@ _CHAINS = 12  # independent sums: more than latency × ports
 
 def _read(e: Emit, address: Val, num_bytes: Val, out: Val) -> None:
     sums = [e.var(e.const(VI32, 0)) for _ in range(4)]
-    with e.loop(Val(e, e.b.udiv(num_bytes.v, simd.ir.Constant(I64, 256)))) as i:
+    with e.loop(Val(e, e.b.udiv(num_bytes.v, ir.Constant(I64, 256)))) as i:
         for lane in range(4):
             sums[lane].set(sums[lane].get() + e.load(VI32, address + i * 256, lane * 64))
     for s in sums:

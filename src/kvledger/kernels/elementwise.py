@@ -6,6 +6,8 @@ it. Products and attention are unknown here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kvledger.kernels import simd
@@ -30,7 +32,7 @@ TOKENS, POSITIONS, SEGMENT_OF, TABLE_STRIDE, POOL, NUM_BLOCKS, TABLES = 4, 5, 6,
 
 
 @inline
-def rows_chunk(op: int, ctx: int) -> int:
+def rows_chunk(op: int, ctx: int) -> Any:
     """Rows per item of work: a quarter of a thread's fair share."""
     return max(1, num_rows(op, ctx) // (4 * simd.get_i64(ctx + 8 * NUM_THREADS)))
 

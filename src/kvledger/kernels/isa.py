@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import llvmlite.binding as llvm
 import numba
@@ -58,7 +59,7 @@ def _amx_permitted() -> bool:
     """Ask Linux for the tile registers' state; threads started later inherit the permission."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+    return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
 
 
 def choose(name: str | None) -> Isa:
@@ -74,7 +75,8 @@ def choose(name: str | None) -> Isa:
 def _narrow(isa: Isa) -> Isa:
     """Tell Numba to compile for less than the machine has, before anything is compiled."""
     if isa.cpu is not None:
-        numba.config.CPU_NAME, numba.config.CPU_FEATURES = isa.cpu, ""
+        config: Any = numba.config
+        config.CPU_NAME, config.CPU_FEATURES = isa.cpu, ""
     return isa
 
 

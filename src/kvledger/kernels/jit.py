@@ -25,6 +25,7 @@ from numba.core import types
 from kvledger.data.host import cache_dir
 from kvledger.kernels.isa import ISA
 
+numba_config: Any = numba.config
 SIGNATURE = types.void(types.int64, types.int64, types.int64)
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
 
@@ -49,12 +50,12 @@ def cache_folder() -> Path:
 @contextmanager
 def _cache_here() -> Iterator[None]:
     """Numba reads its cache folder when a function is decorated; others' functions are left alone."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(cache_folder())
+    before = numba_config.CACHE_DIR
+    numba_config.CACHE_DIR = str(cache_folder())
     try:
         yield
     finally:
-        numba.config.CACHE_DIR = before
+        numba_config.CACHE_DIR = before
 
 
 def cached_njit(function: Callable[..., Any]) -> Any:
@@ -63,7 +64,9 @@ def cached_njit(function: Callable[..., Any]) -> Any:
         return njit(nogil=True, cache=True, **OPTIONS)(function)
 
 
-inline = njit(inline="never", **OPTIONS)  # helpers of kernels: compiled into whoever calls them
+def inline(function: Callable[..., Any]) -> Any:
+    """A helper of kernels: compiled into whoever calls it."""
+    return njit(inline="never", **OPTIONS)(function)
 
 
 class Kernel:

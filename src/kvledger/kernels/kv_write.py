@@ -104,10 +104,12 @@ ROPE_WRITE = Kernel("rope_write", _rope_write)
 
 
 def rope_write(shape: AttentionShape, qkv: int, q: np.ndarray, angles: np.ndarray, scale: float, max_rows: int,
-               q_norm: np.ndarray | None = None, k_norm: np.ndarray | None = None, eps: float = 0.0) -> list[int]:  # fmt: skip
+               q_norm: np.ndarray | None = None, k_norm: np.ndarray | None = None,
+               eps: float = 0.0) -> list[int]:  # fmt: skip
     """The op that rotates queries (× scale, into `q`) and keys, and writes keys and values to their pages.
 
-    qkv: float32[rows, (heads + 2 KV heads) · dim]; q: [KV heads, max_rows · ratio, padded dim] of bf16 or, for fp32, float32;
+    qkv: float32[rows, (heads + 2 KV heads) · dim]; q: [KV heads, max_rows · ratio, padded dim], bf16
+    or float32;
     angles: float32[positions, rope dim], cosines then sines.
     """
     norms = [0 if n is None else n.ctypes.data for n in (q_norm, k_norm)]

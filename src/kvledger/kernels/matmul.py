@@ -18,8 +18,9 @@ import numpy as np
 from numba.core import types
 
 from kvledger.kernels import simd
+from kvledger.kernels.emit import F32, I32, VF32, VI32, Emit, Val
 from kvledger.kernels.jit import Kernel, inline
-from kvledger.kernels.simd import F32, I32, VF32, VI32, Emit, Val, emitted
+from kvledger.kernels.simd import emitted
 from kvledger.kernels.team import next_item
 
 GROUP = 32  # inputs that share a scale
@@ -53,7 +54,7 @@ def group_bytes(bits: int, wide: bool) -> int:
 
 
 @inline
-def num_rows(op: int, ctx: int) -> int:
+def num_rows(op: int, ctx: int) -> Any:
     """Rows that an op works on."""
     at = simd.get_i64(op + ROWS_AT)
     return simd.get_i64(ctx + 8 * ROWS) if at == 0 else simd.get_i64(at)
@@ -182,7 +183,8 @@ def rows_kernel(bits: int, wide: bool, terms: int, rows: int) -> Any:
     size, weights = group_bytes(bits, wide), TILE * GROUP * bits // 8
     scales = _scale_loader(wide)
 
-    def emit(e: Emit, x: Val, xs: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, shift: Val, add: Val) -> None:  # fmt: skip
+    def emit(e: Emit, x: Val, xs: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, shift: Val,
+             add: Val) -> None:  # fmt: skip
         first = e.load(VF32, bias)
         sums = [e.var(first) for _ in range(rows)]
         shifts = e.splat(Val(e, e.b.trunc(shift.v, I32)))

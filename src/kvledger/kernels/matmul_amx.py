@@ -16,9 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba.core import types
 
 from kvledger.kernels import simd
+from kvledger.kernels.emit import F16, I16, VF32, VI32, Emit, Val, vec
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel, inline
 from kvledger.kernels.matmul import (
@@ -34,7 +36,7 @@ from kvledger.kernels.matmul import (
     group_bytes,
     num_rows,
 )  # fmt: skip
-from kvledger.kernels.simd import F16, I16, VF32, VI32, Emit, Val, emitted, vec
+from kvledger.kernels.simd import emitted
 from kvledger.kernels.team import next_item
 
 X_SCALE = 2.0**56
@@ -50,9 +52,9 @@ def _twice(e: Emit, x: Val) -> Val:
 
 def _words(e: Emit, bits: int, group: Val) -> Any:
     """Yields the 16 rows of a group in ORDER: 32 levels as half floats, two inputs to an output."""
-    words = lambda x: e.bitcast(x, _V16)  # noqa: E731
+    words: Any = lambda x: e.bitcast(x, _V16)  # noqa: E731
     if bits == 4:
-        table = Val(e, simd.ir.Constant(_V16, [int(v) for v in np.arange(16, dtype=np.float16).view(np.uint16)] * 2))
+        table = Val(e, ir.Constant(_V16, [int(v) for v in np.arange(16, dtype=np.float16).view(np.uint16)] * 2))
         for pair in range(4):
             both = words(e.load(VI32, group, pair * 64))
             for nibble in range(4):

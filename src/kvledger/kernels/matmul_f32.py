@@ -12,6 +12,7 @@ import numpy as np
 from numba.core import types
 
 from kvledger.kernels import simd
+from kvledger.kernels.emit import F32, VF32, VI32, Emit, Val
 from kvledger.kernels.jit import Kernel
 from kvledger.kernels.matmul import (
     GROUP,
@@ -26,7 +27,7 @@ from kvledger.kernels.matmul import (
     num_rows,
     store_sums,
 )  # fmt: skip
-from kvledger.kernels.simd import F32, VF32, VI32, Emit, Val, emitted
+from kvledger.kernels.simd import emitted
 from kvledger.kernels.team import next_item
 
 ROW_BYTES = GROUP * 4

@@ -34,7 +34,7 @@ def to_bf16(x: Array) -> Array:
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x / √(mean x² + eps) · weight over the last axis."""
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight)
 
 
 def rope(x: Array, angles: Array) -> Array:
@@ -47,18 +47,18 @@ def rope(x: Array, angles: Array) -> Array:
 
 def silu(x: Array) -> Array:
     """x / (1 + e^−x)."""
-    return x / (1 + np.exp(-x))
+    return np.asarray(x / (1 + np.exp(-x)))
 
 
 def gelu(x: Array) -> Array:
     """The tanh form."""
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
 
 
 def softmax(x: Array) -> Array:
     """Over the last axis."""
     weight = np.exp(x - x.max(-1, keepdims=True))
-    return weight / weight.sum(-1, keepdims=True)
+    return np.asarray(weight / weight.sum(-1, keepdims=True))
 
 
 def attention(q: Array, k: Array, v: Array, start: int, window: int = 0, cap: float = 0.0) -> Array:
@@ -72,13 +72,13 @@ def attention(q: Array, k: Array, v: Array, start: int, window: int = 0, cap: fl
         score = cap * np.tanh(score / cap)
     at, key = start + np.arange(rows)[:, None], np.arange(len(k))[None, :]
     seen = (key <= at) & ((key > at - window) if window else True)
-    return np.einsum("hrk,khd->rhd", softmax(np.where(seen, score, -np.inf)), np.repeat(v, ratio, axis=1))
+    return np.asarray(np.einsum("hrk,khd->rhd", softmax(np.where(seen, score, -np.inf)), np.repeat(v, ratio, axis=1)))
 
 
 def through_int8(x: Array) -> Array:
     """As the int8 cache keeps it: a scale per token and head."""
     scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
-    return np.rint(x / np.where(scale > 0, scale, 1)) * scale
+    return np.asarray(np.rint(x / np.where(scale > 0, scale, 1)) * scale)
 
 
 def through_e4m3(x: Array) -> Array:

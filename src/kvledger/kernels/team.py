@@ -28,7 +28,8 @@ _STATE_WORDS = 8 * 12
 _SPINS_BEFORE_SLEEP = 2000  # pauses; some 50 µs
 _SPINS_BEFORE_YIELD = 500
 
-_i32, _i64 = types.int32, types.int64
+_i32: Any = types.int32
+_i64: Any = types.int64
 _mutex_lock = types.ExternalFunction("pthread_mutex_lock", _i32(_i64))
 _mutex_unlock = types.ExternalFunction("pthread_mutex_unlock", _i32(_i64))
 _cond_wait = types.ExternalFunction("pthread_cond_wait", _i32(_i64, _i64))
@@ -55,7 +56,7 @@ def barrier(state: int) -> None:
 
 
 @inline
-def next_item(op: int) -> int:
+def next_item(op: int) -> Any:
     """The next item of work of this op: 0, 1, 2 … over all threads."""
     return simd.fetch_add(op + COUNTER, 1)
 
@@ -72,8 +73,8 @@ def _run_ops(state: int, thread: int) -> None:
 
 @cached_njit
 def _init(state):  # type: ignore[no-untyped-def]
-    _mutex_init(state + _MUTEX, 0)
-    _cond_init(state + _COND, 0)
+    _mutex_init(state + _MUTEX, 0)  # type: ignore[call-overload]
+    _cond_init(state + _COND, 0)  # type: ignore[call-overload]
 
 
 @cached_njit

@@ -121,7 +121,7 @@ class _Builder:
         if d.logit_cap:
             ops.add(ew.soft_cap(logits, d.logit_cap))
         scratch = max(w.scratch, att.scratch_bytes(d.head_dim, d.value_dim, 4 if self.is_wide else 2)) + 4096
-        keep = [w.keep, ops.keep, self.angles, self.q]
+        keep: list[object] = [w.keep, ops.keep, self.angles, self.q]
         return Model(
             d,
             empty_program(body),
@@ -162,7 +162,7 @@ class _Builder:
         self.ops.linear(self.x, matrix, self.qkv, norm=w.vector(f"{p}attn_norm.weight"), eps=d.eps, bias=bias)
         norms = [w.vector(f"{p}attn_{n}_norm.weight") if w.has(f"{p}attn_{n}_norm.weight") else None for n in "qk"]
         source = self.qkv.ctypes.data
-        self.ops.add(kv_write.rope_write(shape, source, self.q, angles, scale, MAX_ROWS, *norms, d.eps))
+        self.ops.add(kv_write.rope_write(shape, source, self.q, angles, scale, MAX_ROWS, norms[0], norms[1], d.eps))
         self.ops.add(*att.attention(shape, self.q, self.mixed.ctypes.data, MAX_ROWS))
 
     def _feed_forward(self, layer: int) -> None:

@@ -11,13 +11,14 @@ import numpy as np
 from kvledger.kernels import attention as att
 from kvledger.kernels.kv_pages import AttentionShape
 from kvledger.kernels.latent import latent_write
+from kvledger.kernels.matmul import PackedMatrix
 from kvledger.model.linear import MAX_ROWS, Array, Ops, Weights
 from kvledger.model.packing import Part, halves_from_pairs, pack_matrices
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Dimensions: of the latent, of the rope key, of a head's other key channels, of its values. `query_rank` 0: none."""
+    """Dimensions: latent, rope key, a head's other key channels, a head's values. `query_rank` 0: none."""
 
     dim: int
     rope: int
@@ -79,7 +80,7 @@ def _queries(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, heads: int, p: s
     ops.linear(b.low, w.matrix(f"{p}attn_q_b.weight", rows=[order]), b.queries, norm=low_norm, eps=eps)
 
 
-def _per_head(w: Weights, name: str, heads: int) -> list[object]:
+def _per_head(w: Weights, name: str, heads: int) -> list[PackedMatrix]:
     """Matrices of a stack [heads, outputs, inputs], packed."""
     stack = w.find(name)
     return [w.packed(pack_matrices([Part.of(stack, head)], exact=w.exact)) for head in range(heads)]

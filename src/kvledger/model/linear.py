@@ -1,4 +1,4 @@
-"""Products as ops: weights found by name and packed, activations quantised as the product wants them, buffers shared."""
+"""Products as ops: weights found by name and packed, activations as the product wants them, buffers shared."""
 
 from __future__ import annotations
 

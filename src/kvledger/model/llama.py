@@ -1,4 +1,4 @@
-"""Llama and what has its plan: SmolLM2, Llama 2 and 3.x, Mistral, Mixtral. The pattern that other architectures vary."""
+"""Llama and what has its plan: SmolLM2, Llama 2 and 3.x, Mistral, Mixtral. Other architectures vary it."""
 
 from __future__ import annotations
 

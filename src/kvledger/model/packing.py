@@ -175,4 +175,4 @@ def _take(p: Levels, rows: Array) -> Levels:
 def halves_from_pairs(heads: int, dim: int) -> Array:
     """Row order that turns rope on neighbouring channels (as GGUF stores Llama) into rope on halves."""
     within = np.concatenate([np.arange(0, dim, 2), np.arange(1, dim, 2)])
-    return (np.arange(heads)[:, None] * dim + within).reshape(-1)
+    return np.asarray((np.arange(heads)[:, None] * dim + within).reshape(-1))

@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Rope:
-    """`dim` channels of a head turn, at base^(−2j/dim). `factors` divide the frequencies one by one (Llama 3, LongRoPE).
+    """`dim` channels of a head turn, at base^(−2j/dim). `factors` divide the frequencies one by one (Llama 3).
 
     `linear` divides all positions. `magnitude` multiplies cosines and sines (YaRN's attention factor).
     """
@@ -51,7 +51,7 @@ def yarn_factors(dim: int, base: float, factor: float, trained: int, fast: float
     """YaRN's frequencies as divisors: between `fast` and `slow` turns over the trained length, a linear ramp."""
 
     def channel(turns: float) -> float:
-        return dim * np.log(trained / (turns * 2 * np.pi)) / (2 * np.log(base))
+        return float(dim * np.log(trained / (turns * 2 * np.pi)) / (2 * np.log(base)))
 
     low, high = max(np.floor(channel(fast)), 0), min(np.ceil(channel(slow)), dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)

@@ -1,0 +1,32 @@
+"""Compiling ahead: what a model will need, with a word on how far it is. Without a cache this takes some 15 seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvledger.kernels import attention, elementwise, kv_write, matmul, matmul_amx, matmul_f32
+from kvledger.kernels.jit import Kernel
+from kvledger.kernels.team import Team
+
+
+def common_kernels(mode: str, size: int = 2, *, is_staged: bool = False) -> list[Kernel]:
+    """Kernels of a dense model with 4- and 8-bit weights. `mode`: of activations; the others as in `attention`."""
+    products: list[Kernel] = []
+    for bits in (4, 8):
+        if mode == "bf16":
+            products.append(matmul_amx.KERNELS[bits, False])
+        elif mode == "fp32":
+            products.append(matmul_f32.KERNELS[bits, False])
+        else:
+            products.append(matmul.KERNELS[bits, False, 1 if mode == "int8" else 2])
+    others = [elementwise.EMBED, elementwise.NORM_QUANTISE, elementwise.GATE_QUANTISE]
+    cached = [kv_write.ROPE_WRITE, attention.KERNELS[size, is_staged], attention.MERGE]
+    return products + others + cached
+
+
+def warmup(kernels: list[Kernel], progress: Callable[[float], None] = lambda share: None) -> None:
+    """Compile, or load from the cache, and tell the share done after each."""
+    Team(1).close()  # the functions that run programs
+    for done, kernel in enumerate(kernels, start=1):
+        assert kernel.address
+        progress(done / len(kernels))
