@@ -30,6 +30,7 @@ def llama_cpp(python: str, model: str, port: int, threads: int) -> Iterator[str]
     """llama-cpp-python's server; its address once it lists a model."""
     command = [python, "-m", "llama_cpp.server", "--model", model, "--port", str(port), "--n_ctx", "8192"]
     command += ["--n_threads", str(threads), "--n_threads_batch", str(threads), "--verbose", "False"]
+    command += ["--interrupt_requests", "False"]  # its default cuts a stream short when the next request comes
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         url, end = f"http://127.0.0.1:{port}", time.monotonic() + 120
         while not answers(url):
