@@ -212,6 +212,31 @@ def test_health_is_503_once_the_engine_is_dead():
         assert asyncio.run(ask_app(state, "/health")) == 503
 
 
+def test_a_question_to_a_dying_engine_is_answered():
+    with running(wait=False) as served:
+        until(lambda: served.server.state.link.state.value == "ready")
+        codes: list[int] = []
+        dying = threading.Thread(target=lambda: httpx.post(served.url + "/v1/completions", json={"prompt": "die"}))
+        asking = threading.Thread(target=lambda: codes.append(served.http.get("/ledger").status_code))
+        dying.start()
+        until(lambda: served.scheduler.running)  # the step has begun and waits at the gate
+        asking.start()
+        until(lambda: served.server.state.link._calls)
+        served.script.gate.set()
+        dying.join()
+        asking.join(5)
+    assert codes == [503]
+
+
+def test_a_prompt_in_many_chunks_is_computed_without_pauses():
+    """Steps in the middle of a prompt tell nothing; they are no reason to rest."""
+    with running(max_num_batched_tokens=8) as served:
+        began = time.monotonic()
+        assert served.post("/v1/completions", prompt="x" * 400 + "say:y").json()["choices"][0]["text"] == "y"
+        assert time.monotonic() - began < 0.9  # 51 chunks; with a rest of 20 ms after each it was above a second
+        assert metric(served, "vllm:iteration_tokens_total_sum") == 406
+
+
 def test_restart_builds_a_new_engine():
     with running(settings=Settings(quiet=True, restart=True)) as served:
         assert served.post("/v1/completions", prompt="die").status_code == 503
@@ -305,6 +330,18 @@ def test_preemption_does_not_change_an_answer():
         assert metric(served, "vllm:num_preemptions_total") > 0
         assert metric(served, "vllm:prefix_cache_hits_total") <= metric(served, "vllm:prefix_cache_queries_total")
         served.wait_idle()
+
+
+def test_draining_has_an_end():
+    """A request that would run for minutes is cut when the drain timeout (2 s here) is over."""
+    with running(Script(step_s=0.5), pool=tiny_pool(100)) as served:
+        cut = threading.Thread(target=send_raw, args=(served.url, {**LONG, "stream": True}, 10**6))
+        cut.start()
+        until(lambda: served.scheduler.running)
+        began = time.monotonic()
+    assert time.monotonic() - began < 8
+    cut.join(5)
+    assert not cut.is_alive()
 
 
 def test_port_in_use_is_told_in_one_sentence():

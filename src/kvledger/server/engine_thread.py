@@ -81,6 +81,7 @@ class EngineThread:
         self.num_steps = 0
         self._open: dict[str, _Open] = {}
         self._waiting: dict[str, _Open] = {}  # in order of arrival
+        self._calls: set[asyncio.Future[Any]] = set()  # questions not answered yet
         self._deaths_in_a_row = 0
         self._commands: queue.SimpleQueue[Callable[[Engine], None]] = queue.SimpleQueue()
         self._stopping = False
@@ -181,6 +182,8 @@ class EngineThread:
         """`ask(engine)`, run in the engine's thread between two steps. Raises NotReady, EngineDead."""
         self.check_ready()
         answer: asyncio.Future[T] = self._loop.create_future()
+        self._calls.add(answer)
+        answer.add_done_callback(self._calls.discard)
         self._commands.put(lambda engine: self._answer(answer, ask, engine))
         return await answer
 
@@ -246,11 +249,13 @@ class EngineThread:
             self._commands.get()(engine)
 
     def _step(self, engine: Engine) -> bool:
-        """One step; False when nothing came of it (all that is left is held by somebody)."""
+        """One step; False when there was nothing to do (all that is left is held by somebody)."""
         events = engine.step()
-        if events:
-            self._tell(self._deliver, events, self._report)
-        return bool(events)
+        assert self._report is not None, "the engine tells its listeners of every step"
+        if not events and not self._report.num_seqs:
+            return False
+        self._tell(self._deliver, events, self._report)
+        return True
 
     def added(self, request: Request, now_s: float) -> None:
         """The engine's own word that it has queued a request: not needed here."""
@@ -334,7 +339,9 @@ class EngineThread:
             entry.mailbox.fail(error)
 
     def _died(self, reason: str) -> None:
-        """Tell every waiting client. What was still to be added is forgotten, so a new engine will skip it."""
+        """Tell everybody who waits. What was still to be added is forgotten, so a new engine will skip it."""
+        for answer in list(self._calls):
+            _settle(answer, None, EngineDead(f"the engine died before it could answer: {reason}"))
         for entry in self._open.values():
             entry.mailbox.fail(EngineDead(f"the engine died while this request ran: {reason}"))
         self._open.clear()
