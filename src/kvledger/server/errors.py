@@ -49,10 +49,6 @@ class BodyTooLarge(KvledgerError):
         super().__init__(f"the request body is larger than the {limit} bytes that --max-body allows")
 
 
-class NotFound(KvledgerError):
-    """Nothing lives at this address."""
-
-
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
     """One error as it goes over the wire."""
@@ -79,7 +75,6 @@ _TABLE: tuple[tuple[type[Exception], int, str, Mapping[str, str]], ...] = (
     (EngineDead, 503, "ServiceUnavailableError", NO_RETRY),
     (DeadlineExceeded, 504, "DeadlineExceededError", NO_RETRY),
     (BodyTooLarge, 413, "BadRequestError", {}),
-    (NotFound, 404, "NotFoundError", {}),
     (UnknownName, 404, "NotFoundError", {}),
     (BadRequest, 400, "BadRequestError", {}),
     (RequestFailed, 500, "InternalServerError", NO_RETRY),

@@ -30,7 +30,6 @@ class Served:
     defaults: Mapping[str, float] = field(default_factory=dict)  # sampling the model's makers recommend
     cache_info: Mapping[str, object] = field(default_factory=dict)
     books: Callable[[Any], dict[str, Any]] = lambda engine: {}
-    info: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -46,7 +46,6 @@ class ServerState:
     log: Log = field(init=False)
     link: EngineThread = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
-    num_http_open: int = 0
     _served: Served | None = None
     _observer: Observer | None = None
 
