@@ -11,17 +11,16 @@ from kvledger.server.answer import Answer
 from kvledger.server.state import ServerState
 
 QUIET_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/ledger"})  # polled every few seconds
-KNOWN_PATHS = QUIET_PATHS | {
-    "/", "/version", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions",
-    "/v1/responses",
-}  # fmt: skip
 
 
 class AccessLog:
-    """Wraps the application. Routes leave what they know of a request in `scope["state"]["note"]`."""
+    """Wraps the application. Routes leave what they know of a request in `scope["state"]["note"]`.
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self._app, self._state = app, state
+    Counts go by the `known_paths`; all others are one, so that strangers cannot make series.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState, known_paths: frozenset[str]) -> None:
+        self._app, self._state, self._known_paths = app, state, known_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,7 +41,7 @@ class AccessLog:
             self._write(scope, status, time.monotonic() - started_s, note)
 
     def _write(self, scope: Scope, status: int, seconds: float, note: dict[str, Any]) -> None:
-        path = scope["path"] if scope["path"] in KNOWN_PATHS else "other"
+        path = scope["path"] if scope["path"] in self._known_paths else "other"
         self._state.count("kvledger:http_requests", path, str(status))
         if path in QUIET_PATHS and status in (200, 401, 503):
             return

@@ -140,7 +140,7 @@ def make_app(state: ServerState) -> ASGIApp:
     guarded: ASGIApp = Guard(app, settings.api_keys, settings.max_body_bytes)
     if settings.allow_origins:
         guarded = _with_cors(guarded, settings.allow_origins)
-    return AccessLog(guarded, state)
+    return AccessLog(guarded, state, frozenset(path for _, path, _ in ROUTES))
 
 
 def _bind(handler: Handler, state: ServerState) -> Callable[[Request], Awaitable[Response]]:
