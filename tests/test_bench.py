@@ -5,7 +5,14 @@ import pytest
 from kvledger.bench.common import Instant
 from kvledger.bench.engine import bench_engine
 from kvledger.bench.lesson import Lesson
-from kvledger.bench.policies import Setup, compare_policies, measure_policies, skewed_trace, sweep_block_sizes
+from kvledger.bench.policies import (
+    Setup,
+    compare_chunking,
+    compare_policies,
+    measure_policies,
+    skewed_trace,
+    sweep_block_sizes,
+)
 from kvledger.bench.recompute import count_forwards, time_forwards
 from kvledger.bench.sharing import count_beam_sharing, count_sample_sharing, measure_prefix_hit
 from kvledger.build import build_engine
@@ -72,6 +79,22 @@ def test_larger_blocks_waste_more():
     wastes = [run.result.mean_waste for run in runs]
     assert wastes == sorted(wastes)
     assert wastes[0] < 0.02 < 0.1 < wastes[2]
+
+
+class PerToken:
+    """A step costs a millisecond per token."""
+
+    def seconds(self, shape):
+        return 1e-3 * sum(work.new_tokens for work in shape)
+
+
+def test_chunks_bound_the_time_between_tokens():
+    trace = skewed_trace(SPEC, find_workload("600/30"), count=20, rate_per_s=1.0)
+    whole, small = compare_chunking(Setup(SPEC, PerToken(), 1 << 24), trace, (64,))
+    assert whole.result.num_output_tokens == small.result.num_output_tokens == 600
+    assert whole.result.gap_s(100) > 0.6
+    assert small.result.gap_s(100) <= 0.064 + 1e-9
+    assert small.result.ttft_s(0) >= 0.6 - 1e-9
 
 
 def test_policies_on_kernels_give_everyone_their_tokens(path):

@@ -16,8 +16,10 @@ from kvledger.bench.engine import load_for
 from kvledger.bench.phases import Point, decode_by_batch, decode_by_context
 from kvledger.bench.policies import (
     BlockSizeRun,
+    ChunkRun,
     PolicyRun,
     Setup,
+    compare_chunking,
     compare_policies,
     measure_policies,
     skewed_trace,
@@ -28,9 +30,11 @@ from kvledger.bench.sharing import PrefixHit, Sharing, count_beam_sharing, count
 from kvledger.data.catalogue import model as catalogue_model
 from kvledger.data.devices import find_device
 from kvledger.plan.roofline import Roofline
+from kvledger.plan.workload import find_workload
 from kvledger.units import GIB, format_count, format_seconds
 
 PAPER_MODEL, PAPER_DEVICE, PAPER_KV_BYTES = "opt-13b", "a100-40gb", 12 * GIB
+CHUNK_MODEL, CHUNK_DEVICE = "mistral-7b-v0.1", "a100-80gb"
 Rows = list[Sequence[object]]
 
 
@@ -41,6 +45,7 @@ class Lesson:
     forwards: Forwards
     policies: tuple[PolicyRun, ...]
     block_sizes: tuple[BlockSizeRun, ...]
+    chunking: tuple[ChunkRun, ...] = ()
     timed_forwards: Forwards | None = None
     by_context: tuple[Point, ...] = ()
     by_batch: tuple[Point, ...] = ()
@@ -59,6 +64,9 @@ class Lesson:
         where = f"{PAPER_MODEL} on {PAPER_DEVICE}, 12 GiB of KV, ShareGPT's lengths (simulated)"
         yield where, _policy_rows(self.policies)
         yield "The same by block size, paged + chunked (simulated)", _block_rows(self.block_sizes)
+        if self.chunking:
+            where = f"{CHUNK_MODEL} on {CHUNK_DEVICE}, four long prompts a second (simulated)"
+            yield where, _chunk_rows(self.chunking)
         if self.timed_forwards is not None:
             yield "Forwards on this machine, n = m = 64", _forward_rows(self.timed_forwards)
             yield "A decode step by context, one sequence", _point_rows(self.by_context)
@@ -72,7 +80,15 @@ def count_lesson(requests: int = 300) -> Lesson:
     spec = catalogue_model(PAPER_MODEL)
     setup = Setup(spec, Roofline(spec, find_device(PAPER_DEVICE), spec.kv_layout("fp16")), PAPER_KV_BYTES)
     trace = skewed_trace(spec, count=requests)
-    return Lesson(count_forwards(spec), compare_policies(setup, trace), sweep_block_sizes(setup, trace))
+    counted = Lesson(count_forwards(spec), compare_policies(setup, trace), sweep_block_sizes(setup, trace))
+    return replace(counted, chunking=_chunking(max(1, requests // 5)))
+
+
+def _chunking(requests: int) -> tuple[ChunkRun, ...]:
+    """Sarathi-Serve's lengths (openchat), Poisson arrivals at four a second."""
+    spec, lengths = catalogue_model(CHUNK_MODEL), find_workload("openchat-sharegpt4")
+    setup = Setup(spec, Roofline(spec, find_device(CHUNK_DEVICE), spec.kv_layout()), 40 * GIB, 8192)
+    return compare_chunking(setup, skewed_trace(spec, lengths, requests, 4.0, 8192))
 
 
 def measure_lesson(counted: Lesson, model: str, kv_memory: int, say: Callable[[str], None] | None = None) -> Lesson:
@@ -120,6 +136,15 @@ def _policy_rows(runs: Sequence[PolicyRun]) -> Rows:
         )
         for run in runs
     ]  # fmt: skip
+    return [head, *rows]
+
+
+def _chunk_rows(runs: Sequence[ChunkRun]) -> Rows:
+    head = ("tokens per step", "tokens/s", "first token, median", "between tokens, p99", "longest")
+    rows = []
+    for name, r in ((run.name, run.result) for run in runs):
+        times = [format_seconds(value) for value in (r.ttft_s(50), r.gap_s(99), r.gap_s(100))]
+        rows.append((name, f"{r.tokens_per_s:,.0f}", *times))
     return [head, *rows]
 
 

@@ -108,3 +108,20 @@ def sweep_block_sizes(
 ) -> tuple[BlockSizeRun, ...]:
     """Larger blocks waste more of their last one, so fewer sequences run together."""
     return tuple(BlockSizeRun(size, setup.run(arrivals, size)) for size in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRun:
+    """The trace with prompts computed whole, or in chunks of what a step may compute."""
+
+    name: str
+    result: Replay
+
+
+def compare_chunking(
+    setup: Setup, arrivals: Sequence[Arrival], budgets: Sequence[int] = (2048, 512)
+) -> tuple[ChunkRun, ...]:
+    """A long prompt computed whole holds up every answer; in chunks it does not (Sarathi-Serve, OSDI 2024)."""
+    whole = setup.run(arrivals, chunked_prefill=False, max_num_batched_tokens=setup.context)
+    chunked = [ChunkRun(str(b), setup.run(arrivals, max_num_batched_tokens=b)) for b in budgets]
+    return (ChunkRun("whole prompts", whole), *chunked)

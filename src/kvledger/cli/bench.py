@@ -72,7 +72,7 @@ def lesson(
     """The lesson's claims, counted by the scheduler and measured on this machine."""
     from kvledger.bench.lesson import count_lesson, measure_lesson
 
-    say("counting and simulating: half a minute")
+    say("counting and simulating: about a minute")
     result = count_lesson(requests)
     if measure:
         say("measuring on this machine")

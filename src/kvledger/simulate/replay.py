@@ -74,9 +74,22 @@ class Replay:
     num_recomputed_tokens: int
     requests: tuple[RequestTimes, ...]
 
+    def gap_s(self, percentile: float) -> float:
+        """The time between two tokens of a request at a percentile (0 to 100)."""
+        return _at([gap for times in self.requests for gap in times.gaps_s], percentile)
+
+    def ttft_s(self, percentile: float) -> float:
+        """The time to the first token at a percentile (0 to 100)."""
+        return _at([times.ttft_s for times in self.requests if times.ttft_s is not None], percentile)
+
     @property
     def tokens_per_s(self) -> float:
         return self.num_output_tokens / self.seconds if self.seconds else 0.0
+
+
+def _at(values: Sequence[float], percentile: float) -> float:
+    """The value at a percentile, nearest rank; 0 of none."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * percentile / 100))] if values else 0.0
 
 
 class _Watch:
