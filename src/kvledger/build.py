@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvledger.cache.disk import DiskTier
 from kvledger.cache.tiers import TierPlan
 from kvledger.data.devices import local_device
 from kvledger.data.host import host_memory
@@ -107,6 +106,8 @@ def plan_tiers(spec: ModelSpec, pool: PoolPlan, config: EngineConfig, namespace:
 
     disk = None
     if cache.disk_dir is not None:
+        from kvledger.cache.disk import DiskTier
+
         disk = DiskTier(Path(cache.disk_dir).expanduser(), cache.disk_bytes, pool.layout.block_bytes, namespace)
     return TierPlan(pool.layout.blocks_in(cache.swap_bytes), disk, prefers_swap)
 

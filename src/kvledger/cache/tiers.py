@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvledger.cache.block_pool import BlockPool
-from kvledger.cache.disk import DiskTier
 from kvledger.cache.ledger import Tables
 from kvledger.cache.prefix_cache import Key
+
+if TYPE_CHECKING:
+    from kvledger.cache.disk import DiskTier
 
 PrefersSwap = Callable[[int, int], bool]  # (tokens to recompute, blocks to move twice) → moving is cheaper
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvledger.cache.disk import DiskTier
 from kvledger.spec.kv import KVLayout
+
+if TYPE_CHECKING:
+    from kvledger.cache.disk import DiskTier
 
 Array = np.ndarray[Any, Any]
 
