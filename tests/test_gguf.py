@@ -338,13 +338,13 @@ def test_caches_by_architecture():
 
 def test_states():
     ssm = {"ssm.inner_size": 256, "ssm.state_size": 16, "ssm.conv_kernel": 4, "ssm.group_count": 2}
-    state = StateKV(((3 * (256 + 2 * 2 * 16), 4, True), (256 * 16, 4, True)))
+    state = StateKV(((3 * (256 + 2 * 2 * 16), 4, 256 + 2 * 2 * 16), (256 * 16, 4, 256)))
     assert caches("mamba2", **ssm) == [state] * 8
     assert caches("qwen3next", **ssm) == [state] * 3 + [FullKV(2, 32, 32)] + [state] * 3 + [FullKV(2, 32, 32)]
     heads = {"attention.head_count_kv": [0, 2] + [0] * 6, "feed_forward_length": [0] * 7 + [128]}
     assert caches("nemotron_h", **ssm, **heads) == [state, FullKV(2, 32, 32)] + [state] * 5 + [None]
     conv = {"shortconv.l_cache": 3, "attention.head_count_kv": [0] * 7 + [2]}
-    assert caches("lfm2", **conv) == [StateKV(((2 * 64, 4, True),))] * 7 + [FullKV(2, 32, 32)]
+    assert caches("lfm2", **conv) == [StateKV(((2 * 64, 4, 64),))] * 7 + [FullKV(2, 32, 32)]
 
 
 def test_draft_layers_stay_outside():

@@ -31,7 +31,7 @@ KINDS = ("llama-2-70b", "mixtral-8x7b", "gemma-3-27b", "deepseek-v3", "gpt-oss-1
 SPECS = (
     FullKV(8, 128, 128), FullKV(4, 192, 128), WindowKV(8, 128, 128, 1024), ChunkedKV(8, 128, 128, 2048),
     LatentKV(512, 64), LatentKV(512, 64, 132), LatentKV(512, 64, 64, ratio=4),
-    LatentKV(512, 64, 0, ratio=128), LatentKV(512, 64, 0, window=128), StateKV(((1000, 4, True), (30, 2, False))),
+    LatentKV(512, 64, 0, ratio=128), LatentKV(512, 64, 0, window=128), StateKV(((1000, 4, 1000), (30, 2, 1))),
 )  # fmt: skip
 
 

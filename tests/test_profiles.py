@@ -33,7 +33,7 @@ def spec_of(kind, *dims):
     makers = {
         "full": lambda h, d: FullKV(h, d, d), "win": lambda h, d, w: WindowKV(h, d, d, w),
         "chunk": lambda h, d, w: ChunkedKV(h, d, d, w), "mla": lambda d: LatentKV(d - 64, 64),
-        "state": lambda n: StateKV(((n, 1, True),)),
+        "state": lambda n: StateKV(((n, 1, n),)),
     }  # fmt: skip
     return makers[kind](*dims)
 

@@ -29,7 +29,7 @@ def test_pairs_are_the_sum_over_queries(kind, work):
 
 
 def test_a_state_has_no_pairs_and_a_borrowed_cache_counts_in_full():
-    assert pairs(StateKV(((10, 4, True),)), Work(5, 5)) == 0
+    assert pairs(StateKV(((10, 4, 10),)), Work(5, 5)) == 0
     assert pairs(None, Work(5, 5)) == 6 + 7 + 8 + 9 + 10
 
 

@@ -152,7 +152,7 @@ def _state(facts: Facts) -> CacheSpec:
     inner, state = facts.positive("ssm.inner_size"), facts.positive("ssm.state_size")
     channels = inner + 2 * facts.count("ssm.group_count", 0) * state
     window = max(0, facts.positive("ssm.conv_kernel") - 1)
-    return StateKV(((window * channels, 4, True), (inner * state, 4, True)))
+    return StateKV(((window * channels, 4, channels), (inner * state, 4, inner)))
 
 
 def _mamba(facts: Facts, layer: int) -> CacheSpec | None:
@@ -177,7 +177,8 @@ def _short_conv(facts: Facts, layer: int) -> CacheSpec | None:
     """LFM2: a short convolution where the layer has no KV heads."""
     if facts.count("attention.head_count_kv", layer=layer):
         return _full(facts, layer)
-    return StateKV((((facts.positive("shortconv.l_cache") - 1) * facts.positive("embedding_length"), 4, True),))
+    width = facts.positive("embedding_length")
+    return StateKV((((facts.positive("shortconv.l_cache") - 1) * width, 4, width),))
 
 
 _FULL_NAMES = [

@@ -177,10 +177,11 @@ class LatentKV(CacheSpec):
 class StateKV(CacheSpec):
     """Linear attention or state-space layer: a state of fixed size per sequence, whatever its length.
 
-    `parts` are (elements, bytes per element, split by TP) of each tensor: convolution window, recurrent state.
+    `parts` are (elements, bytes per element, units) of each tensor: convolution window, recurrent state. Units are
+    the heads, groups or channels that ranks share out; one unit is kept whole by every rank.
     """
 
-    parts: tuple[tuple[int, int, bool], ...]
+    parts: tuple[tuple[int, int, int], ...]
 
     @property
     def kind(self) -> str:
@@ -201,7 +202,7 @@ class StateKV(CacheSpec):
         return 1 if num_tokens else 0
 
     def shard(self, tp: int) -> CacheSpec:
-        return StateKV(tuple((cdiv(n, tp) if split else n, size, split) for n, size, split in self.parts))
+        return StateKV(tuple((n // units * cdiv(units, tp), size, cdiv(units, tp)) for n, size, units in self.parts))
 
 
 # ---------------------------------------------------------------------------------------------- groups and layout

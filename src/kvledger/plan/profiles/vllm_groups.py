@@ -25,6 +25,11 @@ from kvledger.spec.kv import (
 )
 from kvledger.units import cdiv
 
+_NAMES = {
+    "full": "FullAttentionSpec", "window": "SlidingWindowSpec", "chunked": "ChunkedLocalAttentionSpec",
+    "latent": "MLAAttentionSpec", "state": "MambaSpec",
+}  # fmt: skip
+_MIXED = "UniformTypeKVCacheSpecs"
 CONV_KERNEL = 4  # every published hybrid keeps 3 columns of its short convolution
 
 
@@ -50,12 +55,13 @@ def shard_spec(spec: CacheSpec, tp: int) -> CacheSpec:
 
 
 def widen_state(spec: CacheSpec, draft_tokens: int) -> CacheSpec:
-    """A state that can be rolled back over `draft_tokens` guesses: the convolution keeps as many columns more."""
+    """A state that can be rolled back over `draft_tokens` guesses: its convolutions keep as many columns more."""
     if not isinstance(spec, StateKV) or not draft_tokens or len(spec.parts) < 2:
         return spec
-    elements, size, split = spec.parts[0]
-    wider = elements // (CONV_KERNEL - 1) * (CONV_KERNEL - 1 + draft_tokens)
-    return StateKV(((wider, size, split), *spec.parts[1:]))
+    *convolutions, recurrent = spec.parts
+    columns = CONV_KERNEL - 1
+    wider = [(n // columns * (columns + draft_tokens), size, units) for n, size, units in convolutions]
+    return StateKV((*wider, recurrent))
 
 
 def state_block_size(specs: Sequence[CacheSpec], storage: KVStorage, block_size: int, rules: StateRules) -> int:
@@ -178,12 +184,21 @@ def describe(group: BlockGroup) -> tuple[str, int]:
 
     The keys of a sparse-attention indexer are a layer of their own there.
     """
-    names = {
-        "full": "FullAttentionSpec", "window": "SlidingWindowSpec", "chunked": "ChunkedLocalAttentionSpec",
-        "latent": "MLAAttentionSpec", "state": "MambaSpec",
-    }  # fmt: skip
-    indexers = sum(len(p.layers) for p in group.parts if isinstance(p.spec, LatentKV) and p.spec.index_bytes)
-    return names[group.kind], group.num_layers + indexers
+    return _NAMES[group.kind], group.num_layers + _indexers(group)
+
+
+def is_listed(group: BlockGroup, name: str, layers: int) -> bool:
+    """Whether a dump's (name, layers) is `group`.
+
+    Layers with pages of different size in one block table go by the name of the first in the scheduler's dump, and
+    are `UniformTypeKVCacheSpecs` in the worker's.
+    """
+    mixed = len(group.parts) > 1 or _indexers(group) > 0
+    return describe(group) == (name, layers) or (mixed and (name, layers) == (_MIXED, describe(group)[1]))
+
+
+def _indexers(group: BlockGroup) -> int:
+    return sum(len(p.layers) for p in group.parts if isinstance(p.spec, LatentKV) and p.spec.index_bytes)
 
 
 def padding_layers(groups: Sequence[BlockGroup]) -> int:

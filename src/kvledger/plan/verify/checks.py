@@ -14,7 +14,7 @@ from kvledger.plan.profiles.base import Allocation, Band, Setup, get_profile
 from kvledger.plan.profiles.overhead import cuda_bytes
 from kvledger.plan.profiles.sglang import key_bytes
 from kvledger.plan.profiles.vllm import NEWEST, VllmProfile, printed_tokens
-from kvledger.plan.profiles.vllm_groups import describe, shard_spec
+from kvledger.plan.profiles.vllm_groups import describe, is_listed, shard_spec
 from kvledger.plan.verify import infer
 from kvledger.plan.verify.devices import device_of
 from kvledger.plan.verify.record import ROUNDING_GIB, Record
@@ -138,9 +138,10 @@ def exact_checks(record: Record, shape: Shape) -> list[Check]:
     if record.max_concurrency is not None:
         checks.append(compare("max_concurrency", record.max_concurrency, round(ours.max_concurrency, 4), 0))
     if record.groups:
-        groups = tuple(describe(g) for g in ours.pools[0].groups)
-        same = groups == record.groups
-        checks.append(Check("groups", _words(record.groups), _words(groups), 0, "ok" if same else "off"))
+        groups = ours.pools[0].groups
+        same = len(groups) == len(record.groups) and all(map(is_listed, groups, *zip(*record.groups, strict=True)))
+        found = _words(tuple(map(describe, groups)))
+        checks.append(Check("groups", _words(record.groups), found, 0, "ok" if same else "off"))
     return checks
 
 

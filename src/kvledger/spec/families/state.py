@@ -58,7 +58,7 @@ def mamba1(f: Fields, *, inner_norms: bool = False) -> tuple[Weights, StateKV]:
     weights += linear("state", hidden, inner, bias=bias, split="cols")
     if inner_norms:
         weights += norm(rank) + norm(state, 2)
-    cache = StateKV(((inner * (kernel - 1), activation_bytes(f), True), (inner * state, recurrent_bytes(f), True)))
+    cache = StateKV(((inner * (kernel - 1), activation_bytes(f), inner), (inner * state, recurrent_bytes(f), inner)))
     return weights, cache
 
 
@@ -108,9 +108,9 @@ def mamba2(f: Fields) -> tuple[Weights, StateKV]:
     size = activation_bytes(f)
     cache = StateKV(
         (
-            (m.inner * (m.kernel - 1), size, True),
-            (grouped * (m.kernel - 1), size, m.groups > 1),
-            (m.heads * m.head_dim * m.state, recurrent_bytes(f), True),
+            (m.inner * (m.kernel - 1), size, m.inner),
+            (grouped * (m.kernel - 1), size, m.groups),
+            (m.heads * m.head_dim * m.state, recurrent_bytes(f), m.heads),
         )
     )
     return weights, cache
@@ -132,7 +132,9 @@ def delta_net(f: Fields) -> tuple[Weights, StateKV]:
     weights += [Weight("other", value_heads, count=2, split="rows"), *norm(value_dim)]
     weights += linear("state", hidden, values, split="cols", units=value_heads)
     recurrent = value_heads * key_dim * value_dim
-    cache = StateKV(((channels * (kernel - 1), activation_bytes(f), True), (recurrent, recurrent_bytes(f), True)))
+    cache = StateKV(
+        ((channels * (kernel - 1), activation_bytes(f), channels), (recurrent, recurrent_bytes(f), value_heads))
+    )
     return weights, cache
 
 
@@ -151,7 +153,7 @@ def kimi_delta(f: Fields) -> tuple[Weights, StateKV]:
     weights += [Weight("other", width, split="rows"), Weight("other", heads, split="rows")]  # time step bias, A
     weights += linear("state", heads, hidden, split="rows") + norm(dim)
     weights += linear("state", hidden, width, split="cols", units=heads)
-    cache = StateKV(((3 * width * (kernel - 1), activation_bytes(f), True), (heads * dim * dim, 4, True)))
+    cache = StateKV(((3 * width * (kernel - 1), activation_bytes(f), 3 * width), (heads * dim * dim, 4, heads)))
     return weights, cache
 
 
@@ -162,7 +164,7 @@ def lightning(f: Fields) -> tuple[Weights, StateKV]:
     weights = linear("state", 3 * width, hidden, split="rows", units=heads.num) + norm(width)
     weights += linear("state", width, hidden, split="rows", units=heads.num)  # output gate
     weights += linear("state", hidden, width, split="cols", units=heads.num)
-    return weights, StateKV(((heads.num * heads.key_dim * heads.key_dim, 4, True),))
+    return weights, StateKV(((heads.num * heads.key_dim * heads.key_dim, 4, heads.num),))
 
 
 def short_convolution(f: Fields) -> tuple[Weights, StateKV]:
@@ -170,4 +172,4 @@ def short_convolution(f: Fields) -> tuple[Weights, StateKV]:
     hidden, kernel, bias = parts.hidden_size(f), f.count("conv_L_cache"), f.flag("conv_bias")
     weights = linear("state", 3 * hidden, hidden, bias=bias, split="rows") + convolution(hidden, kernel, bias=bias)
     weights += linear("state", hidden, hidden, bias=bias, split="cols")
-    return weights, StateKV(((hidden * (kernel - 1), activation_bytes(f), True),))
+    return weights, StateKV(((hidden * (kernel - 1), activation_bytes(f), hidden),))
