@@ -15,6 +15,8 @@ def common_kernels(mode: str, size: int = 2, *, is_staged: bool = False) -> list
     for bits in (4, 8):
         if mode == "bf16":
             products.append(matmul_amx.KERNELS[bits, False])
+            if bits == 8:
+                products.append(matmul.KERNELS[bits, False, 2])  # the head
         elif mode == "fp32":
             products.append(matmul_f32.KERNELS[bits, False])
         else:

@@ -25,6 +25,8 @@ from kvledger.model.rope import Rope
 from kvledger.spec.kv import KVLayout, LatentKV
 
 HEAD_ROWS = 64  # rows of logits computed at once
+# The head sees one row per sequence, prompts or not: few rows are read faster as integers, and more exactly.
+HEAD_MODES = {"bf16": "int12"}
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class _Builder:
             self._attention(layer)
             self._feed_forward(layer)
         body, ops.ops = ops.ops, []
+        ops.mode = HEAD_MODES.get(ops.mode, ops.mode)
         head_x, logits = (
             np.zeros((HEAD_ROWS, d.hidden), np.float32),
             np.zeros((HEAD_ROWS, -(-d.vocab // 16) * 16), np.float32),
