@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int | None, ...]  # None: any size
 
+MAX_WIDTH = 1 << 20
 CHECKED = ("llama", "mistral", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "gemma2", "gemma3", "deepseek2")
 
 
@@ -24,6 +25,7 @@ def check_shapes(facts: Facts, tensors: Mapping[str, TensorFacts], num_layers: i
     if facts.arch not in CHECKED:
         return
     _check_rope(facts, num_layers)
+    _check_experts(facts)
     _compare(tensors, "", _outside(facts, tensors))
     for i in range(num_layers):
         attention = _latent(facts) if facts.has("attention.kv_lora_rank") else _heads(facts, i)
@@ -46,6 +48,14 @@ def _check_rope(facts: Facts, num_layers: int) -> None:
         rope = facts.count("rope.dimension_count", dim)
         if rope % 2 or not 0 < rope <= dim:
             raise DamagedFile(f"'{facts.arch}.rope.dimension_count' is {rope}; it must be even and at most {dim}")
+
+
+def _check_experts(facts: Facts) -> None:
+    """Groups of equal size, no more chosen than there are."""
+    experts, used = facts.count("expert_count", 0), facts.count("expert_used_count", 0)
+    groups, kept = facts.count("expert_group_count", 1) or 1, facts.count("expert_group_used_count", 1)
+    if experts and (not 0 < used <= experts or experts % groups or not kept <= groups):
+        raise DamagedFile(f"{used} of {experts} experts from {kept} of {groups} groups cannot be chosen")
 
 
 def _outside(facts: Facts, tensors: Mapping[str, TensorFacts]) -> dict[str, Shape]:
@@ -94,9 +104,12 @@ def _latent(facts: Facts) -> dict[str, Shape]:
 def _feed_forward(facts: Facts, layer: int) -> dict[str, Shape]:
     """Dense, routed and shared experts; a size that the file does not give may be any."""
     hidden = facts.positive("embedding_length")
-    inner = facts.count("feed_forward_length", 0, layer) or None
+    inner = facts.positive("feed_forward_length", layer=layer) if facts.has("feed_forward_length") else None
+    if inner and inner > MAX_WIDTH:
+        raise DamagedFile(f"'{facts.arch}.feed_forward_length' is {inner:,}; {MAX_WIDTH:,} are accepted")
     routed = facts.count("expert_feed_forward_length", 0, layer) or inner
-    shared = facts.count("expert_shared_feed_forward_length", 0) or None
+    num_shared = facts.count("expert_shared_count", 0)
+    shared = facts.count("expert_shared_feed_forward_length", num_shared * (routed or 0)) or None
     experts = facts.count("expert_count", 0) or None
     shapes: dict[str, Shape] = {
         "ffn_norm.weight": (hidden,), "post_attention_norm.weight": (hidden,), "post_ffw_norm.weight": (hidden,),
