@@ -1,6 +1,7 @@
 """The command line: quick help, errors in one line, data on stdout, documents that list every flag."""
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -129,3 +130,23 @@ def test_documents_list_every_route():
 
     text = (DOCS / "serving.md").read_text()
     assert [path for method, path, _ in ROUTES if f"{method} {path}`" not in text] == []
+
+
+def test_ctrl_c_and_a_reader_that_leaves_are_no_tracebacks(tmp_path):
+    """While a command waits for input, and with stdout closed."""
+    command = [sys.executable, "-m", "kvledger", "run", "smollm2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
+    listing = subprocess.Popen(
+        [sys.executable, "-m", "kvledger", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert listing.stdout is not None
+    assert listing.stderr is not None
+    listing.stdout.close()
+    listing.wait(20)
+    assert b"Traceback" not in listing.stderr.read()
+    listing.stderr.close()

@@ -105,9 +105,6 @@ def _run(argv: list[str], debug: bool) -> int:
             raise
         sys.stderr.write(f"error: {error}\n")
         return 1
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has left: nothing to say
-        return 141
     except Exception as error:
         return _usage(error)
     return result if isinstance(result, int) else 0

@@ -47,11 +47,11 @@ class StatusLine:
         self._activity = ""
 
     def show(self, text: str) -> None:
-        """Say `text`; outside a terminal only if more than its figures have changed."""
+        """Say `text`; outside a terminal without its figures, and once."""
         if not self._is_terminal:
-            activity = re.sub(r"\d.*", "", text)
+            activity = re.sub(r"\s\d.*", "", text)
             if activity != self._activity:
-                say(text)
+                say(activity)
             self._activity = activity
             return
         sys.stderr.write("\r" + text.ljust(self._length))
