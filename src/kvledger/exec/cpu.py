@@ -5,7 +5,6 @@ Owns the memory that the bookkeeping above only counts. Knows nothing of request
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
 from kvledger.kernels.attention_loops import SPLIT_ROWS
 from kvledger.kernels.isa import ISA
-from kvledger.kernels.team import Team
+from kvledger.kernels.team import Team, num_cpus
 from kvledger.kernels.warmup import common_kernels, warmup
 from kvledger.model.decoder import HEAD_ROWS, build
 from kvledger.model.linear import MAX_ROWS
@@ -58,7 +57,7 @@ class CpuExecutor:
         self.model = build(decoder, gguf.tensors, layout, mode, positions, lambda share: progress((1 + share) / 2))
         self._pool = mm.aligned_zeros(num_blocks * layout.block_bytes + _PAD_BYTES)
         self._pages = self._pool[: num_blocks * layout.block_bytes].reshape(layout.pool_shape(num_blocks))
-        self._team = Team(config.num_threads or len(os.sched_getaffinity(0)))
+        self._team = Team(config.num_threads or num_cpus())
         self._scratch = mm.aligned_zeros(self._team.num_threads * self.model.scratch_bytes)
         self._store = store or BlockStore(layout)  # blocks outside the pool, by tier slot
         self._partials = np.empty(0, np.float32)

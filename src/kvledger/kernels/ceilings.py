@@ -6,7 +6,6 @@ than it has.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -21,7 +20,7 @@ from kvledger.kernels.jit import Kernel
 from kvledger.kernels.matmul import aligned_zeros
 from kvledger.kernels.matmul_amx import TILE_SHAPES
 from kvledger.kernels.simd import emitted
-from kvledger.kernels.team import Team, empty_program
+from kvledger.kernels.team import Team, empty_program, num_cpus
 
 READ_BYTES = 256 << 20  # per thread; well beyond the last-level cache of most machines
 _CHAINS = 12  # independent sums: more than latency × ports
@@ -100,7 +99,7 @@ def measure_ceilings(num_threads: int | None = None) -> dict[str, Any]:
     unit, a product and a sum being two; `units` the same by unit: `avx_int8`, `avx_bf16`, `avx_fp32`, `amx_bf16`
     (`avx` stands for whatever vectors this path has).
     """
-    threads = num_threads or len(os.sched_getaffinity(0))
+    threads = num_threads or num_cpus()
     reading = {n: _read_speed(n) for n in sorted({1, threads})}
     units = {
         f"avx_{kind}": _rate(MULTIPLY[kind], threads, 400_000, _CHAINS * 16 * per_lane)

@@ -8,8 +8,10 @@ several files, so the cache folder is named by a hash of all of them and of the 
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,7 +46,9 @@ def cache_folder() -> Path:
             return folder
     except OSError:
         pass  # a read-only home: compile again in every process
-    return Path(tempfile.mkdtemp(prefix="kvledger-"))
+    folder = Path(tempfile.mkdtemp(prefix="kvledger-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @contextmanager

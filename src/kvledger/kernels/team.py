@@ -3,10 +3,12 @@
 A program is an int64 array of ops, one row each: [kernel's address, arguments, work counter]. All threads run every
 op; within one they take items of work from the op's counter; a barrier follows each. The workers wait in native code
 (a short spin, then a condition variable), so waking them needs no GIL, and Python's other threads run meanwhile.
+Waiting is POSIX threads': Linux and macOS.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import Any
@@ -121,6 +123,13 @@ def _work(state, thread):  # type: ignore[no-untyped-def]
         if simd.get_i64(state + _STOP) != 0:
             return
         _run_ops(state, thread)
+
+
+def num_cpus() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Team:
