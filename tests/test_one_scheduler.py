@@ -5,10 +5,11 @@ content). What differs is only who spends the time. The same runs show that text
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from golden_models import described, write_folder
 from kvledger.build import assemble
 from kvledger.cache.tiers import TierPlan
 from kvledger.clock import VirtualClock
@@ -16,10 +17,11 @@ from kvledger.exec.simulated import Script, SimulatedExecutor
 from kvledger.plan.pool import PoolPlan
 from kvledger.sched.events import Admitted, Finished, Preempted, TokenEvent
 from kvledger.sched.sequence import Request
-from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
+from kvledger.spec.config import CacheConfig, EngineConfig, ExecConfig, SchedulerConfig
 from kvledger.spec.from_gguf import model_from_gguf
 from kvledger.spec.sampling import SamplingParams
 from kvledger.weights.gguf import open_gguf
+from kvledger.weights.open import open_weights
 from tiny_model import write_tiny_model
 
 BLOCKS = {"roomy": 200, "tight": 16}
@@ -107,13 +109,14 @@ def configure(spec, num_blocks, prefix=True, **sched):
     return config, PoolPlan(layout, num_blocks * layout.block_bytes, num_blocks, "test")
 
 
-def run_cpu(model, num_blocks, requests=None, swap=0, **options):
+def run_cpu(model, num_blocks, requests=None, swap=0, activations="auto", **options):
     from kvledger.exec.block_store import BlockStore
     from kvledger.exec.cpu import CpuExecutor
 
     gguf, spec = model
     config, pool = configure(spec, num_blocks, **options)
-    recorder = Recorder(CpuExecutor(gguf, spec, pool.layout, num_blocks, store=BlockStore(pool.layout, swap)), [])
+    store, how = BlockStore(pool.layout, swap), ExecConfig(activations=activations)
+    recorder = Recorder(CpuExecutor(gguf, spec, pool.layout, num_blocks, how, store=store), [])
     engine = assemble(spec, pool, config, recorder, tiers=TierPlan(swap))
     try:
         return play(engine, requests or trace(), recorder)
@@ -172,3 +175,24 @@ def test_text_does_not_depend_on_the_schedule(models, window):
         run = run_cpu(models[window], BLOCKS[blocks], **options)
         assert run.count(Finished) == len(alone)
         assert run.texts == alone, (blocks, options)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "deepseek2", "qwen3moe"])
+def test_nor_on_any_layout(tmp_path, name):
+    """Windows and full layers in one pool, latents, experts: alone, in chunks, preempted, swapped, the same tokens."""
+    row = described()[name]
+    weights = open_weights(write_folder(tmp_path, row))
+    model, vocab = (weights, model_from_gguf(weights.metadata, weights.facts)), row["config"]["vocab_size"]
+    groups = len(model[1].kv_layout().groups)
+    requests = [
+        (at, replace(r, prompt_token_ids=tuple(t % vocab for t in r.prompt_token_ids))) for at, r in trace()[:6]
+    ]
+
+    def texts(num_blocks, wanted=requests, **options):
+        return run_cpu(model, num_blocks * groups, wanted, activations="int8x2", **options).texts
+
+    alone = {}
+    for _, request in requests:
+        alone |= texts(100, [(0, request)], prefix=False)
+    for num_blocks, options in [(100, {"max_num_batched_tokens": 7}), (14, {}), (14, {"swap": 60, "prefix": False})]:
+        assert texts(num_blocks, **options) == alone, options
