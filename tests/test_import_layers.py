@@ -25,7 +25,7 @@ ORDER = [
     {"build", "frontend", "beam"},
     {"llm"},
     {"simulate"},
-    {"bench"},
+    {"bench", "evaluate"},
     {"server"},
     {"cli"},
     {"__main__"},

