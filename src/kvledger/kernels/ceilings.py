@@ -20,7 +20,7 @@ from kvledger.kernels.jit import Kernel
 from kvledger.kernels.matmul import aligned_zeros
 from kvledger.kernels.matmul_amx import TILE_SHAPES
 from kvledger.kernels.simd import emitted
-from kvledger.kernels.team import Team, empty_program, num_cpus
+from kvledger.kernels.team import Team, empty_program, next_item, num_cpus
 
 READ_BYTES = 256 << 20  # per thread; well beyond the last-level cache of most machines
 _CHAINS = 12  # independent sums: more than latency × ports
@@ -72,16 +72,19 @@ loop: Any = None  # bound per variant
 
 
 def _reading(op: int, ctx: int, thread: int) -> None:
-    """Arguments: memory, bytes per thread."""
-    num_bytes = simd.get_i64(op + 16)
-    out = simd.get_i64(ctx) + thread * 256
-    read(simd.get_i64(op + 8) + thread * num_bytes, num_bytes, out)
+    """Arguments: memory, bytes per thread, threads."""
+    memory, num_bytes, out = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(ctx)
+    item = next_item(op)
+    while item < simd.get_i64(op + 24):
+        read(memory + item * num_bytes, num_bytes, out + thread * 256)
+        item = next_item(op)
 
 
 def _multiplying(op: int, ctx: int, thread: int) -> None:
-    """Arguments: rounds, tile configuration."""
+    """Arguments: rounds, tile configuration, threads."""
     simd.tile_config(simd.get_i64(op + 16))
-    loop(simd.get_i64(op + 8), simd.get_i64(ctx) + thread * 256)
+    while next_item(op) < simd.get_i64(op + 24):
+        loop(simd.get_i64(op + 8), simd.get_i64(ctx) + thread * 256)
     simd.tile_release(0)
 
 
@@ -117,11 +120,16 @@ def measure_ceilings(num_threads: int | None = None) -> dict[str, Any]:
 def _read_speed(threads: int) -> float:
     memory = aligned_zeros(threads * READ_BYTES)
     memory[::4096] = 1  # every page is there
-    return threads * READ_BYTES / _best([READ.address, memory.ctypes.data, READ_BYTES], threads, memory)
+    return threads * READ_BYTES / _best([READ.address, memory.ctypes.data, READ_BYTES, threads], threads, memory)
 
 
 def _rate(kernel: Kernel, threads: int, rounds: int, per_round: int) -> float:
-    return threads * rounds * per_round / _best([kernel.address, rounds, TILE_SHAPES[15].ctypes.data], threads, None)
+    return (
+        threads
+        * rounds
+        * per_round
+        / _best([kernel.address, rounds, TILE_SHAPES[15].ctypes.data, threads], threads, None)
+    )
 
 
 def _best(op: list[int], threads: int, keep: object) -> float:

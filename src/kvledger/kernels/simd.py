@@ -160,6 +160,7 @@ get_f16 = emitted(_f, [_i], _f16_to_f32)
 
 # atomics: how threads share work and wait for each other
 fetch_add = emitted(_i, [_i, _i], lambda e, a, x: Val(e, e.b.atomic_rmw("add", e.pointer(a, I64), x.v, "seq_cst")))
+fetch_or = emitted(_i, [_i, _i], lambda e, a, x: Val(e, e.b.atomic_rmw("or", e.pointer(a, I64), x.v, "seq_cst")))
 load_acquire = emitted(_i, [_i], lambda e, a: Val(e, e.b.load_atomic(e.pointer(a, I64), "acquire", 8, typ=I64)))
 
 

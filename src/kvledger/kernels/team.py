@@ -1,7 +1,8 @@
 """A team of threads that run a program of kernels together. Knows neither the kernels nor what they compute.
 
 A program is an int64 array of ops, one row each: [kernel's address, arguments, work counter]. All threads run every
-op; within one they take items of work from the op's counter; a barrier follows each. The workers wait in native code
+op; within one they take items of work from the op's counter; the next begins when all are done. The workers
+wait in native code
 (a short spin, then a condition variable), so waking them needs no GIL, and Python's other threads run meanwhile.
 Waiting is POSIX threads': Linux and macOS.
 """
@@ -19,12 +20,14 @@ from numba.core import types
 from kvledger.kernels import simd
 from kvledger.kernels.jit import cached_njit, inline
 
-OP_WORDS = 24
+OP_WORDS = 28
 OP_BYTES = OP_WORDS * 8
 COUNTER = 23 * 8  # byte offset of an op's work counter
+_ENTERED, _EXPECTED, _LEFT = 24 * 8, 25 * 8, 26 * 8  # threads that work on an op; as many as must leave; that have left
+_CLOSED = 1 << 32  # added to a count of entries: whoever comes later stays out
 
 # words of the shared state, each on a cache line of its own
-_ARRIVED, _PHASE, _GENERATION, _STOP, _NUM_THREADS, _PROGRAM, _NUM_OPS, _CTX = (64 * i for i in range(8))
+_RUN_ENTERED, _RUN_LEFT, _GENERATION, _STOP, _NUM_THREADS, _PROGRAM, _NUM_OPS, _CTX = (64 * i for i in range(8))
 _MUTEX, _COND = 64 * 8, 64 * 10
 _STATE_WORDS = 8 * 12
 _SPINS_BEFORE_SLEEP = 2000  # pauses; some 50 µs
@@ -42,15 +45,13 @@ _sched_yield = types.ExternalFunction("sched_yield", _i32())
 
 
 @inline
-def barrier(state: int) -> None:
-    """Wait until every thread of the team is here."""
-    phase = simd.load_acquire(state + _PHASE)
-    if simd.fetch_add(state + _ARRIVED, 1) == simd.get_i64(state + _NUM_THREADS) - 1:
-        simd.store_release(state + _ARRIVED, 0)
-        simd.store_release(state + _PHASE, phase + 1)
-        return
+def _wait_for(left, expected):  # type: ignore[no-untyped-def]
+    """Until the number at address `left` is the one at `expected`, and that is not 0."""
     spins = 0
-    while simd.load_acquire(state + _PHASE) == phase:
+    while True:
+        target = simd.load_acquire(expected)
+        if target != 0 and simd.load_acquire(left) == target:
+            return
         spins += 1
         simd.pause(0)
         if spins > _SPINS_BEFORE_YIELD:
@@ -65,11 +66,19 @@ def next_item(op: int) -> Any:
 
 @inline
 def _run_ops(state: int, thread: int) -> None:
+    """Every op in turn. The first thread that finds no more items closes the op; only those inside are waited for, so
+    a thread that the system has put aside holds nobody up.
+    """
     op = simd.get_i64(state + _PROGRAM)
     ctx = simd.get_i64(state + _CTX)
     for _ in range(simd.get_i64(state + _NUM_OPS)):
-        simd.call_kernel(simd.get_i64(op), op, ctx, thread)
-        barrier(state)
+        if simd.fetch_add(op + _ENTERED, 1) < _CLOSED:
+            simd.call_kernel(simd.get_i64(op), op, ctx, thread)
+            entered = simd.fetch_or(op + _ENTERED, _CLOSED)
+            if entered < _CLOSED:
+                simd.store_release(op + _EXPECTED, entered)
+            simd.fetch_add(op + _LEFT, 1)
+        _wait_for(op + _LEFT, op + _EXPECTED)
         op += OP_BYTES
 
 
@@ -96,13 +105,19 @@ def _lead(state, program, num_ops, ctx):  # type: ignore[no-untyped-def]
     simd.put_i64(state + _NUM_OPS, num_ops)
     simd.put_i64(state + _CTX, ctx)
     for i in range(num_ops):
-        simd.put_i64(program + i * OP_BYTES + COUNTER, 0)
+        for word in (COUNTER, _ENTERED, _EXPECTED, _LEFT):
+            simd.put_i64(program + i * OP_BYTES + word, 0)
+    simd.put_i64(state + _RUN_LEFT, 0)
+    simd.store_release(state + _RUN_ENTERED, 0)
     if simd.get_i64(state + _NUM_THREADS) > 1:
         _mutex_lock(state + _MUTEX)
         simd.store_release(state + _GENERATION, simd.get_i64(state + _GENERATION) + 1)
         _cond_broadcast(state + _COND)
         _mutex_unlock(state + _MUTEX)
     _run_ops(state, 0)
+    workers = simd.fetch_or(state + _RUN_ENTERED, _CLOSED)
+    while simd.load_acquire(state + _RUN_LEFT) != workers:
+        simd.pause(0)
 
 
 @cached_njit
@@ -119,10 +134,12 @@ def _work(state, thread):  # type: ignore[no-untyped-def]
                 while simd.load_acquire(state + _GENERATION) == seen:
                     _cond_wait(state + _COND, state + _MUTEX)
                 _mutex_unlock(state + _MUTEX)
-        seen += 1
+        seen = simd.load_acquire(state + _GENERATION)
         if simd.get_i64(state + _STOP) != 0:
             return
-        _run_ops(state, thread)
+        if simd.fetch_add(state + _RUN_ENTERED, 1) < _CLOSED:
+            _run_ops(state, thread)
+            simd.fetch_add(state + _RUN_LEFT, 1)
 
 
 def num_cpus() -> int:
@@ -152,7 +169,7 @@ class Team:
         self._finish = weakref.finalize(self, _dismiss, self._state, workers, self._buffer)
 
     def run(self, program: np.ndarray, ctx: np.ndarray) -> None:
-        """Run int64[num_ops, 24] `program` over int64 `ctx`; returns when all threads are done."""
+        """Run int64[num_ops, 28] `program` over int64 `ctx`; returns when all threads are done."""
         _lead(self._state, program.ctypes.data, len(program), ctx.ctypes.data)
 
     def close(self) -> None:
@@ -175,7 +192,7 @@ def aligned(buffer: np.ndarray, alignment: int = 64) -> int:
 
 
 def empty_program(ops: list[list[int]]) -> Any:
-    """int64[num_ops, 24], rows padded with zeros."""
+    """int64[num_ops, 28], rows padded with zeros."""
     program = np.zeros((len(ops), OP_WORDS), np.int64)
     for row, op in zip(program, ops, strict=True):
         row[: len(op)] = op
