@@ -37,6 +37,7 @@ from kvledger.plan.profiles.vllm_groups import (
     block_bytes_of,
     describe,
     form_groups,
+    halve_state,
     padding_layers,
     shard_spec,
     widen_state,
@@ -153,9 +154,12 @@ def _no_room(pool: Pool, available: Band, setup: Setup) -> DoesNotFit:
 
 
 def storage_of(model: ModelSpec, kv_dtype: str) -> KVStorage:
-    """The KV type that `--kv-cache-dtype` means: `auto` follows activations; sparse MLA packs fp8 in 656 B rows."""
+    """The KV type that `--kv-cache-dtype` means: `auto` follows activations; sparse MLA packs fp8 in 656 B rows.
+
+    Activations of a float32 model are bf16, unless `--dtype` asks otherwise.
+    """
     if kv_dtype == "auto":
-        return KVStorage.of(model.activation_dtype)
+        return KVStorage.of("bf16" if model.activation_dtype == "fp32" else model.activation_dtype)
     sparse = any(isinstance(x.cache, LatentKV) and x.cache.index_bytes for x in model.layers)
     return KVStorage.of("fp8_ds_mla" if sparse and kv_dtype in _FP8 else kv_dtype)
 
@@ -170,6 +174,8 @@ def layer_groups(model: ModelSpec, setup: Setup, version: Version) -> tuple[tupl
     """Groups of one rank's layers, draft layers included, and what was decided on the way."""
     reasons: list[str] = []
     specs: list[CacheSpec | None] = [None if x.cache is None else shard_spec(x.cache, setup.tp) for x in model.layers]
+    if model.activation_dtype == "fp32":
+        specs = [None if s is None else halve_state(s) for s in specs]
     odd = [x.cache for x in model.layers if isinstance(x.cache, FullKV) and x.cache.num_kv_heads % setup.tp
            and setup.tp % x.cache.num_kv_heads]  # fmt: skip
     if odd:
@@ -180,7 +186,9 @@ def layer_groups(model: ModelSpec, setup: Setup, version: Version) -> tuple[tupl
     specs = [None if s is None else widen_state(s, setup.draft_tokens) for s in specs]
     if not setup.hybrid:
         specs = [None if s is None else without_window(s) for s in specs]
-    rules = StateRules(setup.prefix_caching, setup.draft_tokens, 128 if version >= (0, 28, 0) else 64)
+    rules = StateRules(
+        setup.prefix_caching, setup.draft_tokens, 128 if version >= (0, 28, 0) else 64, version >= (0, 32, 0)
+    )
     asked = setup.block_size or default_block_size(model, version)
     groups = form_groups(specs, storage_of(model, setup.kv_dtype), asked, rules, setup.dcp)
     grown = max(g.block_size for g in groups if g.kind != "state") if any(g.kind != "state" for g in groups) else asked

@@ -35,16 +35,26 @@ CONV_KERNEL = 4  # every published hybrid keeps 3 columns of its short convoluti
 
 @dataclass(frozen=True, slots=True)
 class StateRules:
-    """How states are kept. `align`: one more state per request as prefix-cache checkpoint; MLA blocks are rounded."""
+    """How states are kept. `align`: one more state per request as prefix-cache checkpoint; MLA blocks are rounded.
+
+    `prefill_checkpoint`: Mamba-2 layers keep yet another, written from inside a prefill (since 0.32 at the latest).
+    """
 
     align: bool = True
     draft_tokens: int = 0
     mla_alignment: int = 128
+    prefill_checkpoint: bool = True
 
-    @property
-    def extra_blocks(self) -> int:
+    def extra_blocks(self, spec: CacheSpec) -> int:
         """States of a request beside the running one."""
-        return int(self.align) + self.draft_tokens
+        if not isinstance(spec, StateKV):
+            return 0
+        return int(self.align) + int(self.align and self.prefill_checkpoint and is_mamba2(spec)) + self.draft_tokens
+
+
+def is_mamba2(spec: StateKV) -> bool:
+    """Of all mixers only Mamba-2 has three tensors: a convolution over channels, one over groups, and the state."""
+    return len(spec.parts) == 3
 
 
 def shard_spec(spec: CacheSpec, tp: int) -> CacheSpec:
@@ -52,6 +62,13 @@ def shard_spec(spec: CacheSpec, tp: int) -> CacheSpec:
     if isinstance(spec, FullKV):
         return replace(spec, num_kv_heads=max(1, spec.num_kv_heads // tp))
     return spec.shard(tp)
+
+
+def halve_state(spec: CacheSpec) -> CacheSpec:
+    """A state of 4 B numbers in 2 B, as vLLM runs float32 models in bf16."""
+    if not isinstance(spec, StateKV):
+        return spec
+    return StateKV(tuple((n, min(size, 2), units) for n, size, units in spec.parts))
 
 
 def widen_state(spec: CacheSpec, draft_tokens: int) -> CacheSpec:
@@ -162,9 +179,9 @@ def _unify(part: LayerGroup, page_bytes: int) -> tuple[LayerGroup, int | None]:
 
 
 def _group(parts: tuple[LayerGroup, ...], page_bytes: int | None, rules: StateRules, dcp: int) -> BlockGroup:
-    kind = parts[0].spec.kind
-    extra = rules.extra_blocks if kind == "state" else 0
-    return BlockGroup(parts, page_bytes, extra, dcp if kind in ("full", "latent") else 1)
+    spec = parts[0].spec
+    shards = dcp if spec.kind in ("full", "latent") else 1
+    return BlockGroup(parts, page_bytes, rules.extra_blocks(spec), shards)
 
 
 def block_bytes_of(groups: Sequence[BlockGroup], layers: range | None = None) -> int:
