@@ -189,7 +189,7 @@ def test_nor_on_any_layout(tmp_path, name):
     ]
 
     def texts(num_blocks, wanted=requests, **options):
-        return run_cpu(model, num_blocks * groups, wanted, activations="int8x2", **options).texts
+        return run_cpu(model, num_blocks * groups, wanted, **options).texts
 
     alone = {}
     for _, request in requests:
