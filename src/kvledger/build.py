@@ -22,6 +22,7 @@ from kvledger.sched.scheduler import Scheduler
 from kvledger.spec.config import EngineConfig
 from kvledger.spec.model import ModelSpec
 from kvledger.spec.step import Work
+from kvledger.units import format_bytes
 
 if TYPE_CHECKING:
     from kvledger.exec.base import Executor
@@ -68,7 +69,7 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
     pool = local_pool(spec, config, *host_memory())
     tokenizer = Tokenizer.from_metadata(gguf.metadata)
     template = ChatTemplate.from_metadata(gguf.metadata, tokenizer)
-    namespace = _fingerprint(gguf, pool)
+    namespace = _fingerprint(gguf, pool, config)
     tiers = plan_tiers(spec, pool, config, namespace)
     store = BlockStore(pool.layout, tiers.num_host_slots, tiers.disk)
     executor = CpuExecutor(gguf, spec, pool.layout, pool.num_blocks, config.exec, _in_percent(say), store)
@@ -97,7 +98,10 @@ def plan_tiers(spec: ModelSpec, pool: PoolPlan, config: EngineConfig, namespace:
 
     Moving a block out and in again is four passes over its bytes; recomputing is a prefill on the local roofline.
     """
-    cache, device = config.cache, local_device()
+    cache, device, available_bytes = config.cache, local_device(), host_memory()[1]
+    if cache.swap_bytes > available_bytes:
+        free = f"the {format_bytes(available_bytes)} of memory that are free"
+        raise ConfigError(f"a host tier of {format_bytes(cache.swap_bytes)} is more than {free}")
     roofline = Roofline(spec, device, pool.layout, compute_dtype="int8" if "int8" in device.peak_flops else "fp32")
 
     def prefers_swap(num_tokens: int, num_blocks: int) -> bool:
@@ -150,7 +154,26 @@ def _say_nothing(text: str) -> None:
     return
 
 
-def _fingerprint(gguf: WeightsFile, pool: PoolPlan) -> bytes:
-    """Tells apart caches that must not be mixed: another file, another layout."""
-    facts = (sorted(gguf.facts.items()), repr(pool.layout))
+def _fingerprint(weights: WeightsFile, pool: PoolPlan, config: EngineConfig) -> bytes:
+    """Tells apart caches that must not be mixed. On disk that includes everything that changes a bit of K or V.
+
+    Another fine-tune has tensors of the same names and shapes, so the files themselves are hashed where blocks outlive
+    the process: about a second per GB, once.
+    """
+    facts: tuple[object, ...] = (sorted(weights.facts.items()), repr(pool.layout))
+    if config.cache.disk_dir is not None:
+        from kvledger import __version__
+        from kvledger.kernels.isa import ISA
+
+        facts += (config.exec.activations, repr(ISA), __version__, _content_digests(weights.path))
     return hashlib.sha256(repr(facts).encode()).digest()
+
+
+def _content_digests(path: Path) -> list[tuple[str, str]]:
+    """(name, SHA-256) of a model's file, or of the files of its folder that hold weights and shape."""
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
+    found = []
+    for file in files:
+        with file.open("rb") as content:
+            found.append((file.name if path.is_dir() else "", hashlib.file_digest(content, "sha256").hexdigest()))
+    return found

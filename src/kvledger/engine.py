@@ -16,13 +16,15 @@ from kvledger.sched.events import Event
 from kvledger.sched.scheduler import Scheduler
 from kvledger.sched.sequence import Request, Sequence
 from kvledger.sched.step import Sample, Step, StepResult
+from kvledger.spec.step import StepShape
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """One step: when it began and ended by the engine's clock, how much of that the executor took, and its size.
 
-    `num_running` and `num_waiting` are the sequences left in either state after it.
+    `num_running` and `num_waiting` are the sequences left in either state after it; `shape` is what each of its
+    sequences computed.
     """
 
     started_s: float
@@ -32,6 +34,7 @@ class StepReport:
     num_seqs: int
     num_running: int
     num_waiting: int
+    shape: StepShape = ()
 
 
 class Listener(Protocol):
@@ -141,7 +144,7 @@ class Engine:
             return
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         now, size = self.clock.now(), (step.num_tokens, len(step.chunks))
-        report = StepReport(started_s, now, result.seconds, *size, running, waiting)
+        report = StepReport(started_s, now, result.seconds, *size, running, waiting, step.shape)
         for listener in self.listeners:
             listener.stepped(report, events)
 

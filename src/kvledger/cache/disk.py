@@ -45,11 +45,18 @@ class DiskTier:
         self._key_of: dict[int, Key] = {}
         self._trusted: set[int] = set()  # slots whose checksum was seen to be right, or that are being written
         self._age = 0
-        self.can_save = True
+        self.failure = ""  # why nothing is saved any more
+        self._drop_surplus()
         self._scan()
+        self.num_found = len(self)  # left by an earlier process
 
     def __len__(self) -> int:
         return len(self._slot_of)
+
+    @property
+    def can_save(self) -> bool:
+        """Nothing has failed yet."""
+        return not self.failure
 
     def find(self, key: Key) -> int | None:
         """The slot with this block, or None. The first find of a slot reads it and checks it."""
@@ -65,7 +72,7 @@ class DiskTier:
 
     def claim(self, key: Key) -> int | None:
         """A slot for a block that is not there yet; None if it is, or if saving has ended. `save` must follow."""
-        if not self.can_save or key in self._slot_of:
+        if self.failure or key in self._slot_of:
             return None
         slot = len(self._slot_of)
         if slot >= self.num_records:
@@ -84,8 +91,8 @@ class DiskTier:
         try:
             if os.pwrite(self._file, body, slot * self.record_bytes) != len(body):
                 raise OSError("short write")
-        except OSError:
-            self.can_save = False
+        except OSError as error:
+            self.failure = f"{self.path}: {error.strerror or error}"
             self.forget(key)
 
     def load(self, slot: int) -> bytes:
@@ -109,13 +116,23 @@ class DiskTier:
             self._file = -1
 
     def _read(self, slot: int) -> bytes | None:
-        record = os.pread(self._file, _HEADER.size + self.block_bytes, slot * self.record_bytes)
+        try:
+            record = os.pread(self._file, _HEADER.size + self.block_bytes, slot * self.record_bytes)
+        except OSError:
+            return None
         if len(record) < _HEADER.size + self.block_bytes:
             return None
         magic, digest, group, age, checksum = _HEADER.unpack_from(record)
         block = record[_HEADER.size :]
         is_right = magic == MAGIC and self._key_of.get(slot) == (digest, group)
         return block if is_right and checksum == _checksum(digest, group, age, block) else None
+
+    def _drop_surplus(self) -> None:
+        """A file from a time of a larger budget gives back what is above this one."""
+        most = self.num_records * self.record_bytes
+        if os.fstat(self._file).st_size > most:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, most)
 
     def _scan(self) -> None:
         """Find what an earlier process left, oldest first; only headers are read."""

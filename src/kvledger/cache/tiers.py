@@ -37,6 +37,11 @@ class Tiers:
         self._host = BlockPool(plan.num_host_slots) if plan.num_host_slots else None
         self._first_disk_slot = plan.num_host_slots
 
+    @property
+    def num_host_used(self) -> int:
+        """Host slots that preempted sequences hold."""
+        return 0 if self._host is None else self._host.num_used
+
     def can_swap(self, num_tokens: int, num_blocks: int) -> bool:
         """There is room for the blocks, and moving them costs less than recomputing the tokens."""
         has_room = self._host is not None and self._host.num_free >= num_blocks > 0

@@ -35,6 +35,9 @@ def serve(
     queueing: str = typer.Option(_SCHED.queueing, help="fcfs, or priority: lower `priority` of a request first."),
     no_chunked_prefill: bool = typer.Option(False, "--no-chunked-prefill", help="Compute every prompt in one step."),
     no_prefix_cache: bool = typer.Option(False, "--no-prefix-cache", help="Do not reuse K/V of equal beginnings."),
+    swap_space: str = typer.Option("0", help="Memory that preempted sequences may be moved to, as 1GiB."),
+    kv_disk: str = typer.Option(None, help="Folder that keeps prefix blocks beyond memory and restarts."),
+    kv_disk_size: str = typer.Option("4GiB", help="Most bytes in --kv-disk, per model and layout."),
     max_queue: int = typer.Option(None, help="Requests that may wait; beyond it clients get 503. Default: no limit."),
     request_timeout: str = typer.Option("", help="A request's longest life, as 60s or 5min; default: no limit."),
     threads: int = typer.Option(None, help="Threads that compute; default: every core."),
@@ -62,6 +65,9 @@ def serve(
         kv_dtype=kv_dtype,
         block_size=block_size,
         prefix_caching=not no_prefix_cache,
+        swap_bytes=parse_bytes(swap_space),
+        disk_dir=kv_disk,
+        disk_bytes=parse_bytes(kv_disk_size),
         max_model_len=parse_count(max_model_len) if max_model_len else None,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -123,10 +129,11 @@ def _telling(loader: Any, status: StatusLine) -> Any:
 
 def _announcer(url: str, status: StatusLine) -> Any:
     def announce(loaded: Loaded, served: Served) -> None:
-        from kvledger.server.loading import plan_lines
+        from kvledger.server.loading import plan_lines, tier_lines
 
         status.clear()
         lines = plan_lines(loaded.model, loaded.pool, loaded.max_model_len)
+        lines += tier_lines(loaded.engine.scheduler.tiers)
         defaults = ", ".join(f"{name} {value:g}" for name, value in served.defaults.items())
         lines += [("sampling", f"{defaults} unless a request says otherwise")] if defaults else []
         lines += [("names", ", ".join(served.names)), ("serving", f"{url}/v1  (page: {url}/, Ctrl-C ends)")]

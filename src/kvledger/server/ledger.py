@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvledger.engine import Engine
 from kvledger.sched.books import Books
 from kvledger.sched.scheduler import Scheduler
 from kvledger.units import cdiv
+
+if TYPE_CHECKING:
+    from kvledger.cache.disk import DiskTier
 
 CONTEXTS = (1024, 2048, 4096, 8192)
 MAX_CELLS = 2048  # of the block map; larger pools show several blocks in one cell
@@ -32,6 +35,7 @@ def live_books(model_name: str, weights_bytes: int, engine: Engine) -> dict[str,
         "requests": {"running": len(scheduler.running), "waiting": len(scheduler.waiting)},
         "requests_at_context": {str(context): plan.requests_at(context) for context in CONTEXTS},
         "prefix_cache": {"queries": scheduler.prefix.num_queried_tokens, "hits": scheduler.prefix.num_hit_tokens},
+        "tiers": tiers(scheduler),
         "plan": {**planned, "budget_bytes": plan.budget_bytes, "reason": plan.reason},
         "built": {**built, "agrees": planned == built},
         "block_map": block_map(scheduler),
@@ -63,6 +67,21 @@ def _blocks(books: Books, block_size: int) -> dict[str, int]:
         "block_size": block_size,
         "block_bytes": books.block_bytes,
     }
+
+
+def tiers(scheduler: Scheduler) -> dict[str, Any]:
+    """What lies beyond the pool: host memory for preempted sequences, prefix blocks on disk. null: no such tier."""
+    found, size, disk = scheduler.tiers, scheduler.plan.layout.block_bytes, scheduler.tiers.disk
+    slots, used = found.plan.num_host_slots, found.num_host_used
+    host = {"blocks": slots, "used": used, "bytes": slots * size, "used_bytes": used * size}
+    return {"host": host if slots else None, "disk": None if disk is None else _disk(disk)}
+
+
+def _disk(disk: DiskTier) -> dict[str, Any]:
+    size = disk.record_bytes
+    counts = {"blocks": disk.num_records, "used": len(disk)}
+    places = {"bytes": disk.num_records * size, "used_bytes": len(disk) * size, "path": str(disk.path)}
+    return {**counts, **places, "failure": disk.failure or None}
 
 
 def _waste_bytes(books: Books) -> int:

@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from kvledger.build import Loaded, build_engine
+from kvledger.cache.tiers import Tiers
+from kvledger.data.devices import local_device
 from kvledger.engine import Engine
 from kvledger.plan.pool import PoolPlan, weights_in_memory
+from kvledger.plan.roofline import Roofline
 from kvledger.sched.sequence import Request
 from kvledger.server.ledger import CONTEXTS, live_books
-from kvledger.server.served import Served
+from kvledger.server.served import Served, StepCosts
 from kvledger.server.state import Loader, Progress
 from kvledger.spec.config import EngineConfig
+from kvledger.spec.kv import KVLayout
 from kvledger.spec.model import ModelSpec
 from kvledger.spec.sampling import SamplingParams
+from kvledger.spec.step import StepShape, num_tokens
 from kvledger.text.chat import ChatTemplate, compile_template, require_template
 from kvledger.text.structured import GrammarCompiler
 from kvledger.units import format_bytes, format_count
@@ -68,8 +73,20 @@ def describe(loaded: Loaded, names: tuple[str, ...], config: EngineConfig, defau
         knows_tools=knows_tools,
         defaults=defaults,
         cache_info=cache_info(loaded.pool, config),
+        step_cost=cost_of_steps(loaded.model, loaded.pool.layout),
         books=lambda engine: live_books(loaded.model.name, weights_bytes, engine),
     )
+
+
+def cost_of_steps(model: ModelSpec, layout: KVLayout) -> StepCosts:
+    """The planner's roofline of this model, as metrics: (FLOPs, bytes read, bytes written) of a step's shape."""
+    roofline = Roofline(model, local_device(), layout)
+
+    def cost(shape: StepShape) -> tuple[float, float, float]:
+        read = roofline.weights_read(shape) + sum(layout.read_bytes(w.context + w.new_tokens) for w in shape)
+        return roofline.flops(shape), read, num_tokens(shape) * layout.bytes_per_token
+
+    return cost
 
 
 def _with_defaults(served: Served, defaults: Mapping[str, float]) -> Served:
@@ -125,7 +142,7 @@ def cache_info(pool: PoolPlan, config: EngineConfig) -> dict[str, object]:
         "cache_dtype": config.cache.kv_dtype,
         "enable_prefix_caching": config.cache.prefix_caching,
         "num_gpu_blocks": pool.num_blocks,
-        "num_cpu_blocks": 0,
+        "num_cpu_blocks": pool.layout.blocks_in(config.cache.swap_bytes),
         "kv_cache_memory_bytes": pool.pool_bytes,
     }
 
@@ -156,3 +173,14 @@ def plan_lines(model: ModelSpec, pool: PoolPlan, max_model_len: int) -> list[tup
         ),
         ("requests", ", ".join(f"{format_count(n)} of {c / 1024:g}K tokens" for c, n in at)),
     ]
+
+
+def tier_lines(tiers: Tiers) -> list[tuple[str, str]]:
+    """What `serve` says at its start of the tiers beyond the pool; nothing where there are none."""
+    lines, disk, num_slots = [], tiers.disk, tiers.plan.num_host_slots
+    if num_slots:
+        lines.append(("host tier", f"{format_count(num_slots)} blocks for preempted sequences"))
+    if disk is not None:
+        size = f"{format_count(disk.num_records)} blocks = {format_bytes(disk.num_records * disk.record_bytes)}"
+        lines.append(("disk tier", f"{size} in {disk.path.parent}, {format_count(disk.num_found)} found there"))
+    return lines

@@ -15,6 +15,7 @@ from kvledger.sched.events import Admitted, Event, Finished, Preempted, TokenEve
 from kvledger.sched.scheduler import Scheduler
 from kvledger.sched.sequence import Request
 from kvledger.server.prometheus import Metrics
+from kvledger.server.served import StepCosts
 
 
 @dataclass(slots=True)
@@ -30,8 +31,8 @@ class _Watched:
 class Observer:
     """Keeps `metrics`. `opened` when a request is submitted; `dropped` when nobody waits for its end any more."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
+    def __init__(self, metrics: Metrics, step_cost: StepCosts) -> None:
+        self.metrics, self._step_cost = metrics, step_cost
         self._times = Times(keep=1)
         self._watched: dict[str, _Watched] = {}
 
@@ -72,6 +73,10 @@ class Observer:
             metrics.set("kvledger:kv_blocks", count, state)
             metrics.set("kvledger:kv_bytes", count * plan.layout.block_bytes, state)
         metrics.set("vllm:kv_cache_usage_perc", blocks["used"] / plan.num_blocks)
+        metrics.set("kvledger:tier_blocks", scheduler.tiers.num_host_used, "host")
+        if (disk := scheduler.tiers.disk) is not None:
+            metrics.set("kvledger:tier_blocks", len(disk), "disk")
+            metrics.set("kvledger:tier_failed", float(not disk.can_save), "disk")
 
     def _step(self, report: StepReport, num_output: int) -> None:
         self.metrics.set("vllm:num_requests_running", report.num_running)
@@ -85,6 +90,9 @@ class Observer:
         self.metrics.inc("vllm:generation_tokens", num_output)
         self.metrics.observe("kvledger:step_seconds", seconds)
         self.metrics.observe("vllm:iteration_tokens_total", report.num_tokens)
+        costs = zip(("flops", "read_bytes", "write_bytes"), self._step_cost(report.shape), strict=True)
+        for what, amount in costs:
+            self.metrics.inc(f"vllm:estimated_{what}_per_gpu", amount)
 
     def _note(self, event: Event, watched: _Watched) -> None:
         if isinstance(event, TokenEvent):

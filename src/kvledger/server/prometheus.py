@@ -48,9 +48,9 @@ COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm:generation_tokens", "Tokens generated", ()),
     ("vllm:request_success", "Requests ended, by reason", ("finished_reason",)),
     ("vllm:admission_rejections", "Requests refused at the door", ("reason",)),
-    ("vllm:estimated_flops_per_gpu", "Not estimated here: always 0", ()),
-    ("vllm:estimated_read_bytes_per_gpu", "Not estimated here: always 0", ()),
-    ("vllm:estimated_write_bytes_per_gpu", "Not estimated here: always 0", ()),
+    ("vllm:estimated_flops_per_gpu", "FLOPs of all steps, by the planner's model of their cost; not measured", ()),
+    ("vllm:estimated_read_bytes_per_gpu", "Weights and K/V read by all steps, by the same model", ()),
+    ("vllm:estimated_write_bytes_per_gpu", "K/V written by all steps, by the same model", ()),
     ("kvledger:http_requests", "HTTP requests answered, by route and status", ("route", "status")),
     ("kvledger:engine_steps", "Forward passes", ()),
     ("kvledger:engine_busy_seconds", "Seconds spent in forward passes", ()),
@@ -91,6 +91,8 @@ GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("state",),
     ),
     ("kvledger:kv_bytes", "Bytes of the pool by state", ("state",)),
+    ("kvledger:tier_blocks", "Blocks beyond the pool, by tier: host (preempted sequences), disk (prefixes)", ("tier",)),
+    ("kvledger:tier_failed", "1 once the disk tier could not be written and saves nothing more", ("tier",)),
 )
 
 

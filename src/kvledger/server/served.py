@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvledger.spec.sampling import Constraint
+from kvledger.spec.step import StepShape
 from kvledger.text.tokenizer import Tokenizer
+
+StepCosts = Callable[[StepShape], tuple[float, float, float]]  # a step → FLOPs, bytes read, bytes written
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Served:
     knows_tools: bool = False
     defaults: Mapping[str, float] = field(default_factory=dict)  # sampling the model's makers recommend
     cache_info: Mapping[str, object] = field(default_factory=dict)
+    step_cost: StepCosts = lambda shape: (0.0, 0.0, 0.0)
     books: Callable[[Any], dict[str, Any]] = lambda engine: {}
 
     @property

@@ -48,6 +48,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     _served: Served | None = None
     _observer: Observer | None = None
+    _disk_failure: str = ""  # already told
 
     def __post_init__(self) -> None:
         s = self.settings
@@ -61,7 +62,7 @@ class ServerState:
         """Runs in the engine's thread; counters survive a restart."""
         served, engine = self.load(progress)
         if self._observer is None:
-            self._observer = Observer(Metrics(served.name, served.max_model_len, served.cache_info))
+            self._observer = Observer(Metrics(served.name, served.max_model_len, served.cache_info), served.step_cost)
         self._served = served
         return engine
 
@@ -69,6 +70,14 @@ class ServerState:
         """Passed on to the metrics."""
         if self._observer is not None:
             self._observer.stepped(report, events)
+        self._look_at_disk()
+
+    def _look_at_disk(self) -> None:
+        """A disk that fails is told once; serving goes on without it."""
+        disk = self.link.engine.scheduler.tiers.disk if self.link.engine is not None else None
+        if disk is not None and disk.failure and disk.failure != self._disk_failure:
+            self._disk_failure = disk.failure
+            self.log("disk tier saves nothing more", reason=disk.failure)
 
     def died(self) -> None:
         """Passed on to the metrics."""

@@ -29,6 +29,8 @@ class CacheConfig:
             raise ConfigError(f"block size {self.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
         if self.kv_memory_bytes is not None and self.kv_memory_bytes <= 0:
             raise ConfigError(f"KV memory must be positive, got {self.kv_memory_bytes} bytes")
+        if self.disk_dir is not None and not self.prefix_caching:
+            raise ConfigError("a disk tier keeps prefix blocks: it needs the prefix cache, which is off")
 
 
 @dataclass(frozen=True, slots=True)

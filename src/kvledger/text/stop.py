@@ -23,6 +23,8 @@ class StopChecker:
 
         `can_stop` False (before min_tokens) lets everything pass.
         """
+        if not self._stops:
+            return text
         if self.matched is not None:
             return ""
         text = self._held + text
