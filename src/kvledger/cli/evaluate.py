@@ -27,6 +27,7 @@ def evaluate(
     text: Path = typer.Option(None, help="Text to predict, in UTF-8; default: a bundled one in the public domain."),
     kv_dtype: str = typer.Option("bf16,fp32,int8,fp8", help="KV types, compared with bf16; empty: none."),
     activations: str = typer.Option(",".join(MODES), help="Arithmetic, compared with float32; empty: none."),
+    kv_activations: str = typer.Option("auto", help="Arithmetic under which KV types are compared; several: each."),
     tokens: int = typer.Option(8192, help="Tokens of the text that are predicted."),
     window: int = typer.Option(2048, help="Context in which they are, at most the model's."),
     retrieval: str = typer.Option("1024,2048", help="Contexts in which a fact is hidden and asked for; empty: none."),
@@ -38,8 +39,8 @@ def evaluate(
     from kvledger.evaluate.quality import Asked
     from kvledger.evaluate.quality import evaluate as measure
 
-    asked = Asked(model, text, _names(kv_dtype), _modes(activations), tokens, window, _counts(retrieval),
-                  peer_python, threads)  # fmt: skip
+    modes = _modes(activations), _modes(kv_activations)
+    asked = Asked(model, text, _names(kv_dtype), *modes, tokens, window, _counts(retrieval), peer_python, threads)
     status = StatusLine()
     found = measure(asked, status.show)
     status.clear()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from kvledger.errors import ConfigError
 from kvledger.llm import LLM
 from kvledger.spec.sampling import SamplingParams
 from kvledger.text.tokenizer import Tokenizer
@@ -60,18 +61,25 @@ def _at(name: str, llm: LLM, filler: Sequence[int], context: int, depth: float) 
 def make_needle(
     tokenizer: Tokenizer, filler: Sequence[int], context: int, depth: float, fact: str, rng: Random
 ) -> Needle:
-    """Prompt and answer of `context` tokens in all; the fact stands between paragraphs, nearest to `depth`."""
+    """Prompt and answer of `context` tokens in all; the fact stands between paragraphs, nearest to `depth`.
+
+    Raises ConfigError where fact and question leave no room for text.
+    """
     number = f" {rng.randrange(10_000, 100_000)}"
     sentence = tokenizer.encode(f"{fact}{number}.\n\n")
     question, answer = tokenizer.encode(f"\n\n{fact}"), tokenizer.encode(number)
-    text = list(filler[: context - len(sentence) - len(question) - len(answer)])
+    room = context - len(sentence) - len(question) - len(answer)
+    if room < 1:
+        raise ConfigError(f"a context of {context} tokens hides nothing: fact and question take {context - room}")
+    text = list(filler[:room])
     cut = _border(tokenizer, text, round(depth * len(text)))
     return Needle((*text[:cut], *sentence, *text[cut:], *question), tuple(answer))
 
 
 def _border(tokenizer: Tokenizer, text: Sequence[int], wanted: int) -> int:
     """The index nearest to `wanted` at which a paragraph begins; `wanted` itself in a text without paragraphs."""
-    starts = [i + 1 for i, token in enumerate(text) if tokenizer.token_bytes(token).endswith(b"\n")]
+    pieces = [tokenizer.token_bytes(token) for token in text]
+    starts = [i for i in range(1, len(pieces)) if pieces[i - 1].endswith(b"\n") and not pieces[i].startswith(b"\n")]
     return min(starts, key=lambda i: abs(i - wanted), default=wanted)
 
 
