@@ -54,7 +54,12 @@ def test_version():
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["serve", "nope"], "nope"),
+        (["serve", "nope"], "unknown model 'nope'; known: smollm2"),
+        (["serve", "{folder}"], "0 GGUF files"),
+        (["serve", "{text}"], "a GGUF file begins with"),
+        (["serve", "--max-body", "0"], "at least 1 byte"),
+        (["serve", "--request-timeout", "0s"], "some time"),
+        (["serve", "--swap-space", "much"], "much"),
         (["serve", "smolm2"], "smollm2"),
         (["serve", "--policy", "magic"], "continuous, orca, static"),
         (["serve", "--kv-memory", "lots"], "lots"),
@@ -71,6 +76,10 @@ def test_version():
 def test_a_users_mistake_is_one_line(args: list[str], said: str, tmp_path, monkeypatch):
     monkeypatch.setenv("KVLEDGER_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.gguf").write_text("These are words and no model, whatever the name says.\n")
+    places = {"folder": tmp_path / "empty", "text": tmp_path / "text.gguf"}
+    args = [arg.format(**places) for arg in args]
     port = ["--port", "0"] if args[0] == "serve" and "--port" not in args else []
     done = kvledger(*args, *port)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -157,6 +157,10 @@ def test_a_second_server_in_the_same_folder_is_told(models, tmp_path, capsys):
         (("--kv-disk", "{folder}", "--kv-disk-size", "big"), "big"),
         (("--kv-disk", "{folder}", "--no-prefix-cache"), "prefix cache"),
         (("--swap-space", "900TiB"), "900.00 TiB"),
+        (("--kv-memory", "900TiB"), "900.00 TiB for the KV pool is more than this machine's"),
+        (("--kv-memory", "1KiB"), "hold no block"),
+        (("--block-size", "7"), "7 is not one of 8, 16"),
+        (("--max-model-len", "1M"), "max_model_len 1048576 is not within"),
     ],
 )
 def test_a_tier_that_cannot_be_is_one_sentence(models, tmp_path, capsys, options, said):

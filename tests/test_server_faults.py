@@ -403,17 +403,48 @@ def test_signal_in_mid_stream_lets_it_end(process, sig, code):
     assert "count:30" not in log  # never the prompt's text
 
 
-def test_second_signal_forces(process):
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_second_signal_ends_streams_with_an_error(process, sig, code):
     started, url = process
     with httpx.stream("POST", url + "/v1/completions", json={**LONG, "stream": True}) as s:
-        next(s.iter_lines())
+        lines = s.iter_lines()
+        next(lines)
         began = time.monotonic()
-        started.send_signal(signal.SIGTERM)
+        started.send_signal(sig)
         time.sleep(0.3)
         assert started.poll() is None
-        started.send_signal(signal.SIGTERM)
-        started.wait(5)
+        started.send_signal(sig)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert "shutting down" in rest[-2]
+    assert started.wait(5) == code
     assert time.monotonic() - began < 5
+    assert "Traceback" not in started.stderr.read().decode()
+
+
+def test_drain_has_an_end():
+    with running(Script(step_s=0.02)) as served:  # drains for two seconds
+        with httpx.stream("POST", served.url + "/v1/completions", json={**LONG, "stream": True}) as s:
+            lines = s.iter_lines()
+            next(lines)
+            served.server.should_exit = True
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert "shutting down" in rest[-2]
+
+
+def test_a_client_that_does_not_read_is_left(process):
+    """Its answer cannot be ended properly: two signals leave all the same, and nothing is said of it."""
+    started, url = process
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        time.sleep(0.3)
+        started.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(5) == 0
+    assert "Traceback" not in started.stderr.read().decode()
 
 
 LOADING = """

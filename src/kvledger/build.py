@@ -15,7 +15,7 @@ from kvledger.cache.tiers import TierPlan
 from kvledger.data.devices import local_device
 from kvledger.data.host import host_memory
 from kvledger.engine import Engine
-from kvledger.errors import ConfigError
+from kvledger.errors import ConfigError, DoesNotFit
 from kvledger.plan.pool import PoolPlan, local_pool
 from kvledger.plan.roofline import Roofline
 from kvledger.sched.scheduler import Scheduler
@@ -66,7 +66,9 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
     gguf = open_weights(path, config.exec.quantise.upper())
     spec = model_from_gguf(gguf.metadata, gguf.facts, str(path))
     max_model_len = context_of(spec, config)
-    pool = local_pool(spec, config, *host_memory())
+    memory = host_memory()
+    _check_memory(config, memory[0])
+    pool = local_pool(spec, config, *memory)
     tokenizer = Tokenizer.from_metadata(gguf.metadata)
     template = ChatTemplate.from_metadata(gguf.metadata, tokenizer)
     namespace = _fingerprint(gguf, pool, config)
@@ -124,6 +126,14 @@ def context_of(spec: ModelSpec, config: EngineConfig) -> int:
         limit = f"2 … {spec.max_context}, the context of {spec.name}"
         raise ConfigError(f"max_model_len {config.max_model_len} is not within {limit}")
     return config.max_model_len
+
+
+def _check_memory(config: EngineConfig, total_bytes: int) -> None:
+    """Raises DoesNotFit where the pool that was asked for is more than this machine has."""
+    asked = config.cache.kv_memory_bytes
+    if asked is not None and asked > total_bytes:
+        has = f"this machine's {format_bytes(total_bytes)} of memory"
+        raise DoesNotFit(f"{format_bytes(asked)} for the KV pool is more than {has}", asked - total_bytes)
 
 
 def _locate(name: str, say: Progress) -> Path:

@@ -28,13 +28,19 @@ class ConfigError(KvledgerError):
     """An option or a value that cannot be meant."""
 
 
+MAX_LISTED = 12  # known names that an error may list where none is near
+
+
 class UnknownName(KvledgerError):
-    """A name that no row describes."""
+    """A name that no row describes. Tells the nearest known ones, or all where they are few."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        known = sorted(set(known))
         self.kind, self.name = kind, name
         self.nearest = nearest(name, known)
         hint = f"; nearest: {', '.join(self.nearest)}" if self.nearest else ""
+        if not hint and 0 < len(known) <= MAX_LISTED:
+            hint = f"; known: {', '.join(known)}"
         super().__init__(f"unknown {kind} {name!r}{hint}")
 
 

@@ -187,6 +187,12 @@ class EngineThread:
         self._commands.put(lambda engine: self._answer(answer, ask, engine))
         return await answer
 
+    def give_up(self, reason: str) -> None:
+        """End every open request with an error: the server leaves."""
+        for request_id, entry in list(self._open.items()):
+            entry.mailbox.fail(EngineDead(reason))
+            self.abort(request_id)
+
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the thread after its current step. False when it did not end in time; loading is not waited for."""
         self._stopping = True

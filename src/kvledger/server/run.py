@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 import signal
 import socket
 import threading
@@ -17,6 +19,7 @@ from kvledger.server.app import make_app
 from kvledger.server.state import Loader, ServerState, Settings
 
 DRAIN_S = 30
+LAST_WORDS_S = 0.5  # for the error that ends an answer to reach its client
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -54,6 +57,11 @@ def _bind_message(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host}:{port}: {error.strerror or error}"
 
 
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """A request that is cut off because the server leaves is no fault to be logged with a traceback."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn with our manners about signals, and an exit code."""
 
@@ -62,7 +70,8 @@ class HttpServer(uvicorn.Server):
         self.sock, self.exit_code = sock, 0
         self.engine_error: BaseException | None = None  # why the engine ended, if it did not end well
         self.is_stuck = False  # the engine's thread still loads or computes: the process can only be left by force
-        self._num_signals = 0
+        self._num_signals, self._drain_s = 0, drain_s
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
         config = uvicorn.Config(
             make_app(self.state),
             log_config=None,
@@ -71,7 +80,6 @@ class HttpServer(uvicorn.Server):
             ws="none",
             server_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=drain_s,
         )
         super().__init__(config)
 
@@ -80,6 +88,24 @@ class HttpServer(uvicorn.Server):
         self.run(sockets=[self.sock])
         self.is_stuck = not self.state.link.stop(2.0)
         return self.exit_code
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the running requests, within limits."""
+        limit = asyncio.create_task(self._limit_drain())
+        await super().shutdown(sockets)
+        limit.cancel()
+        if self.force_exit:  # uvicorn leaves this out then, and the application would be cut off with a traceback
+            await self.lifespan.shutdown()
+
+    async def _limit_drain(self) -> None:
+        """After the drain time or a second signal, tell who still waits; then leave whoever does not listen."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._drain_s
+        while self._num_signals < 2 and loop.time() < end_s:
+            await asyncio.sleep(0.05)
+        self.state.link.give_up("the server is shutting down before this answer was complete")
+        await asyncio.sleep(LAST_WORDS_S)
+        self.force_exit = True
 
     def _engine_ended(self, error: BaseException | None) -> None:
         """The engine is gone: tell whoever started us, after the clients have had their errors."""
@@ -106,7 +132,5 @@ class HttpServer(uvicorn.Server):
         if sig == signal.SIGINT:
             self.exit_code = 130
         self.should_exit = True
-        if self._num_signals > 1:
-            self.force_exit = True
-        else:
+        if self._num_signals == 1:
             self.state.log("draining", signal=signal.Signals(sig).name, open_requests=self.state.link.num_open)

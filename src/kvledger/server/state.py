@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvledger.engine import Engine, StepReport
+from kvledger.errors import ConfigError
 from kvledger.sched.events import Event
 from kvledger.server.engine_thread import EngineThread, State
 from kvledger.server.errors import NotReady
@@ -34,6 +35,12 @@ class Settings:
     log_json: bool = False
     log_prompts: bool = False
     quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"the largest request body must have at least 1 byte, got {self.max_body_bytes}")
+        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
+            raise ConfigError(f"a request must be given some time, got {self.request_timeout_s:g} s")
 
 
 @dataclass(slots=True)
