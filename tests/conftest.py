@@ -30,6 +30,7 @@ from kvledger.server.served import Served
 from kvledger.server.state import Settings
 from kvledger.spec.config import SchedulerConfig
 from kvledger.spec.kv import FullKV, KVLayout, KVStorage
+from kvledger.spec.step import num_tokens
 from kvledger.text.pieces import byte_alphabet
 from kvledger.text.structured import GrammarCompiler
 from kvledger.text.tokenizer import Tokenizer
@@ -147,6 +148,7 @@ def scripted(script: Script, pool: PoolPlan, max_model_len: int = 512, **sched: 
             render=render,
             compile_constraint=GrammarCompiler(TOKENIZER).compile,
             eos_token_ids=TOKENIZER.eos_token_ids,
+            step_cost=lambda shape: (num_tokens(shape), 2.0, 3.0),
             books=lambda engine: live_books("script", 1 << 20, engine),
             cache_info={"block_size": pool.layout.block_size, "num_gpu_blocks": pool.num_blocks},
         )

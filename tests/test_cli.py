@@ -59,6 +59,8 @@ def test_version():
         (["serve", "{text}"], "a GGUF file begins with"),
         (["serve", "--max-body", "0"], "at least 1 byte"),
         (["serve", "--request-timeout", "0s"], "some time"),
+        (["serve", "--temperature", "-1"], "temperature must be at least 0"),
+        (["serve", "--top-p", "7"], "top_p must be above 0"),
         (["serve", "--swap-space", "much"], "much"),
         (["serve", "smolm2"], "smollm2"),
         (["serve", "--policy", "magic"], "continuous, orca, static"),

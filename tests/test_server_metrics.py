@@ -8,7 +8,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from conftest import Running, at_once, running, tiny_pool
+from kvledger.plan.roofline import Roofline
+from kvledger.server.loading import cost_of_steps
 from kvledger.server.prometheus import COUNTERS, GAUGES, HISTOGRAMS, Histogram, token_edges
+from kvledger.spec.device import DeviceSpec
+from kvledger.spec.kv import FullKV
+from kvledger.spec.model import Layer, ModelSpec
+from kvledger.spec.step import Work
 
 DOCS = Path(__file__).parent.parent / "docs"
 # the 36 families of vllm-openai-cpu 0.26, as inference-perf lists them for its own tests
@@ -132,6 +138,22 @@ def test_fine_edges_stand_below_vllms():
     assert list(edges)[-len(vllm) :] == vllm
     assert min(edges) <= 0.0005
     assert token_edges(2048) == (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+
+
+def test_estimates_are_the_planners_own():
+    """Bytes read and written are together the roofline's traffic; FLOPs are its FLOPs."""
+    layers = (Layer(FullKV(2, 8, 8), 1000),)
+    model = ModelSpec("m", "m", 16, 100, 1000, layers, 2, embedding_params=1600, head_params=1600)
+    layout, shape = model.kv_layout(), (Work(100, 1), Work(0, 64), Work(32, 16, 0))
+    flops, read, written = cost_of_steps(model, layout)(shape)
+    cost = Roofline(model, DeviceSpec("d", "gpu", "v", 10**9, 10**9, 1e9, {"bf16": 1e12}), layout).cost(shape)
+    assert (flops, read + written) == (cost.flops, cost.bytes)
+    assert written == 81 * layout.bytes_per_token
+    with running() as served:
+        served.post("/v1/completions", prompt="the prompt say:abc", max_tokens=8)
+        served.wait_idle()
+        assert value(served, "vllm:estimated_flops_per_gpu_total") == len("the prompt say:abc") + 3
+        assert value(served, "vllm:estimated_write_bytes_per_gpu_total") == 3 * 4
 
 
 def test_documents_name_every_metric():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -59,6 +60,7 @@ def serve(
     from kvledger.server.loading import make_loader
     from kvledger.server.run import HttpServer, allow_many_connections, bind
     from kvledger.server.state import Settings
+    from kvledger.spec.sampling import SamplingParams
 
     config = engine_config(
         kv_memory_bytes=parse_bytes(kv_memory) if kv_memory else None,
@@ -90,9 +92,10 @@ def serve(
         log_json=log_json,
         log_prompts=log_prompts,
     )
+    chosen = {k: v for k, v in {"temperature": temperature, "top_p": top_p}.items() if v is not None}
+    replace(SamplingParams(), **chosen)  # refuses now what every request would be refused for
     sock = bind(host, port)
     url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-    chosen = {k: v for k, v in {"temperature": temperature, "top_p": top_p}.items() if v is not None}
     status = StatusLine()
     loader = make_loader(model, config, tuple(served_model_name), chosen, _announcer(url, status))
     server = HttpServer(settings, _telling(loader, status), sock, int(parse_seconds(drain_timeout)))
