@@ -92,7 +92,7 @@ def serve(
         log_json=log_json,
         log_prompts=log_prompts,
     )
-    chosen = {k: v for k, v in {"temperature": temperature, "top_p": top_p}.items() if v is not None}
+    chosen: dict[str, Any] = {k: v for k, v in {"temperature": temperature, "top_p": top_p}.items() if v is not None}
     replace(SamplingParams(), **chosen)  # refuses now what every request would be refused for
     sock = bind(host, port)
     url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
