@@ -11,7 +11,7 @@ import pytest
 from conftest import byte_tokenizer
 from kvledger.cli.main import main
 from kvledger.errors import ConfigError, UnknownName, UnsupportedModel
-from kvledger.evaluate.contender import ROWS, Ours
+from kvledger.evaluate.contender import ROWS, Ours, force
 from kvledger.evaluate.divergence import Reference, Tally, log_softmax
 from kvledger.evaluate.peer import LlamaCpp
 from kvledger.evaluate.quality import Asked, compare, evaluate
@@ -91,6 +91,25 @@ def test_the_engine_scores_as_it_does_for_prompt_logprobs(model):
     ours.close()
     said = [sample.logprob for sample in output.prompt_logprobs[1:]]
     assert log_softmax(rows)[np.arange(len(ids) - 1), ids[1:]] == pytest.approx(said, abs=1e-5)
+
+
+def test_forced_answers_are_scored_as_greedy_decoding_would(model):
+    """What greedy decoding writes has rank 1 throughout; one token changed has not, and what follows is conditioned."""
+    from kvledger.spec.sampling import SamplingParams
+
+    ours, prompt = Ours("x", str(model), "bf16", "auto", 200, 1), [Random(2).randrange(256) for _ in range(90)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=0)
+    (output,) = ours.llm.generate(prompt, greedy)
+    chosen = output.outputs[0]
+    forced = force(ours.llm.engine, prompt, chosen.token_ids)
+    assert [s.rank for s in forced] == [1] * 5
+    assert [s.logprob for s in forced] == [s.logprob for s in chosen.logprobs]
+    other = [chosen.token_ids[0], (chosen.token_ids[1] + 1) % 256, *chosen.token_ids[2:]]
+    changed = force(ours.llm.engine, prompt, other)
+    ours.close()
+    assert changed[0] == forced[0]
+    assert changed[1].rank > 1
+    assert changed[2].logprob != forced[2].logprob
 
 
 def test_the_command_as_json(model, capsys):

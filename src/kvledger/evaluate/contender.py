@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 from kvledger.engine import Engine
 from kvledger.evaluate.divergence import Logits
 from kvledger.exec.cpu import MODES, CpuExecutor
+from kvledger.exec.sampler import score
 from kvledger.llm import LLM
 from kvledger.sched.sequence import Request
 from kvledger.sched.step import Sample, StepResult
@@ -57,15 +58,34 @@ class Ours:
 
 
 def logit_rows(engine: Engine, token_ids: Sequence[int]) -> Iterator[Logits]:
-    """The scheduler's own steps over one prompt, with the logits of every row in place of a sample."""
-    scheduler, executor = engine.scheduler, cast(CpuExecutor, engine.executor)
+    """Logits of every position of a prompt, a step's rows at a time."""
     every_row = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-    scheduler.add(Request("window", tuple(token_ids), every_row))
+    return _drive(engine, Request("window", tuple(token_ids), every_row), lambda row: Sample(int(row.argmax())))
+
+
+def force(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> list[Sample]:
+    """The answer's tokens put in place of what would be sampled, each with the logprob and rank the model gives it."""
+    given: list[Sample] = []
+
+    def choose(row: Logits) -> Sample:
+        given.append(score(row, answer[len(given)], 0))
+        return given[-1]
+
+    params = SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True)
+    for _ in _drive(engine, Request("forced", tuple(prompt), params), choose):
+        pass
+    return given
+
+
+def _drive(engine: Engine, request: Request, choose: Callable[[Logits], Sample]) -> Iterator[Logits]:
+    """The scheduler's own steps for one request; `choose` takes the place of the sampler. Yields each step's logits."""
+    scheduler, executor = engine.scheduler, cast(CpuExecutor, engine.executor)
+    scheduler.add(request)
     while scheduler.has_work:
         step, samples = scheduler.schedule(), {}
         if step.chunks:
             rows = executor.logits(step)
-            samples = {c.seq.seq_id: Sample(int(rows[-1].argmax())) for c in step.chunks if c.samples}
+            samples = {c.seq.seq_id: choose(rows[-1]) for c in step.chunks if c.samples}
             yield rows
         scheduler.update(step, StepResult(samples, 0.0))
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from random import Random
 
 from kvledger.errors import ConfigError
+from kvledger.evaluate.contender import force
 from kvledger.llm import LLM
-from kvledger.spec.sampling import SamplingParams
 from kvledger.text.tokenizer import Tokenizer
 
 FACTS = (
@@ -52,9 +52,9 @@ def retrieve(name: str, llm: LLM, filler: Sequence[int], contexts: Iterable[int]
 def _at(name: str, llm: LLM, filler: Sequence[int], context: int, depth: float) -> Retrieval:
     rng = Random(f"{context} {depth}")  # the same numbers for every contender
     needles = [make_needle(llm.tokenizer, filler, context, depth, fact, rng) for fact in FACTS]
-    answers = [_logprobs(llm, needle) for needle in needles]
-    num_found = sum(all(rank == 1 for _, rank in answer) for answer in answers)
-    logprob = sum(value for answer in answers for value, _ in answer) / len(answers)
+    answers = [force(llm.engine, needle.prompt, needle.answer) for needle in needles]
+    num_found = sum(all(sample.rank == 1 for sample in answer) for answer in answers)
+    logprob = sum(sample.logprob for answer in answers for sample in answer) / len(answers)
     return Retrieval(name, context, depth, len(answers), num_found, logprob)
 
 
@@ -81,12 +81,3 @@ def _border(tokenizer: Tokenizer, text: Sequence[int], wanted: int) -> int:
     pieces = [tokenizer.token_bytes(token) for token in text]
     starts = [i for i in range(1, len(pieces)) if pieces[i - 1].endswith(b"\n") and not pieces[i].startswith(b"\n")]
     return min(starts, key=lambda i: abs(i - wanted), default=wanted)
-
-
-def _logprobs(llm: LLM, needle: Needle) -> list[tuple[float, int]]:
-    """(log-probability, rank) of each token of the answer."""
-    scored = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-    (output,) = llm.generate(needle.prompt + needle.answer, scored)
-    assert output.prompt_logprobs is not None
-    samples = [s for s in output.prompt_logprobs[-len(needle.answer) :] if s is not None]
-    return [(sample.logprob, sample.rank) for sample in samples]
