@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from golden_models import described, logits, token_ids, write_folder
+from kvledger.errors import DamagedFile
 from kvledger.exec.cpu import CpuExecutor
 from kvledger.sched.sequence import Sequence
 from kvledger.sched.step import Chunk, Step
@@ -14,6 +15,7 @@ from kvledger.spec.sampling import SamplingParams
 from kvledger.weights.open import open_weights
 from kvledger.weights.quantised import dequantise
 from reference_model import Reference
+from tiny_models import Weights
 
 MODELS = described()
 
@@ -22,11 +24,11 @@ def folder_of(tmp_path, name):
     return write_folder(tmp_path / name, MODELS[name])
 
 
-def run(weights, name, kv_dtype, activations):
+def run(weights, name, kv_dtype, activations, ids=None):
     """Logits of all positions, computed by the CPU executor in one step."""
     spec = model_from_gguf(weights.metadata, weights.facts)
     layout = spec.kv_layout(kv_dtype)
-    ids = token_ids(name, spec.vocab_size)
+    ids = ids or token_ids(name, spec.vocab_size)
     per_group = -(-len(ids) // layout.block_size)
     tables = tuple(list(range(g * per_group, (g + 1) * per_group)) for g in range(len(layout.groups)))
     executor = CpuExecutor(weights, spec, layout, per_group * len(tables), ExecConfig(1, activations))
@@ -121,3 +123,28 @@ def test_a_folder_answers(tmp_path):
         assert len(output.outputs[0].token_ids) == 12
         assert output.prompt_token_ids == tuple(tokenizer.encode("The same text").ids)
     assert sizes[0] > 3.7 * sizes[1] > 6.2 * sizes[2]  # 32, 8.5 and 5 bits per weight, norms apart
+
+
+BAD_METADATA = [
+    ("deepseek3", "expert_group_used_count", 0), ("deepseek3", "expert_used_count", 5000),
+    ("deepseek3", "rope.freq_base", 0.0), ("qwen3moe", "rope.freq_base", float("nan")),
+    ("mixtral", "attention.layer_norm_rms_epsilon", -1.0), ("gemma3", "rope.freq_base_swa", -1.0),
+    ("mixtral", "attention.layer_norm_rms_epsilon", 1e308), ("qwen2moe", "expert_shared_feed_forward_length", 1 << 39),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "key", "value"), BAD_METADATA)
+def test_numbers_that_cannot_be_computed_with_are_refused(tmp_path, name, key, value):
+    weights = open_weights(folder_of(tmp_path, name))
+    weights.metadata[f"{weights.metadata['general.architecture']}.{key}"] = value
+    with pytest.raises(DamagedFile):
+        run(weights, name, "bf16", "int8x2")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek3"])
+def test_routing_survives_what_is_no_number(tmp_path, name):
+    """Scores of NaN choose `used` different experts: one chosen twice would get more rows than its buffer has."""
+    opened = open_weights(folder_of(tmp_path, name))
+    weights = Weights(opened.metadata, dict(opened.tensors))
+    weights.add("blk.1.ffn_norm.weight", np.full(opened.tensors["blk.1.ffn_norm.weight"].shape, np.nan))
+    assert run(weights, name, "bf16", "int8x2", [1] * 250).shape[0] == 250

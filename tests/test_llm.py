@@ -1,11 +1,12 @@
 """The library: prompts in every form, stop strings, choices, logprobs, beams; on a tiny random model."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvledger import LLM, SamplingParams
-from kvledger.errors import BadRequest, ConfigError, ContextTooLong, UnknownName
+from kvledger.errors import BadRequest, ConfigError, ContextTooLong, EngineDead, UnknownName
 from kvledger.llm import engine_config
 from kvledger.units import MIB
 from tiny_model import write_tiny_model
@@ -209,3 +210,68 @@ def test_a_context_beyond_the_models_is_refused(tmp_path):
         out = short.generate("x" * 20, greedy(None))[0]
         assert (len(out.outputs[0].token_ids), out.outputs[0].finish_reason) == (12, "length")
         assert not math.isnan(out.times.e2e_s)
+
+
+WRONG = [
+    {"max_tokens": 1.5}, {"n": 1.0}, {"temperature": "1"}, {"stop": 5}, {"stop": [1]}, {"stop_token_ids": "a"},
+    {"seed": "a"}, {"logit_bias": {0: math.nan}}, {"logit_bias": {"a": 1.0}}, {"logit_bias": [1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", WRONG, ids=str)
+def test_a_field_of_the_wrong_type_is_named(fields):
+    with pytest.raises(BadRequest) as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"abc", {"role": "user"}, {1, 2}, [1.5], [None]], ids=repr)
+def test_what_is_no_prompt_is_refused(llm, prompt):
+    with pytest.raises(BadRequest, match="prompt"):
+        llm.generate(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("structured", ["x", {}, {"jsn": {}}, {"choice": []}, {"json": {}, "regex": "a"}], ids=str)
+def test_structured_output_that_is_none(llm, structured):
+    with pytest.raises(BadRequest, match="structured"):
+        llm.generate("a", GREEDY, structured=structured)
+
+
+def test_calls_within_a_stream_take_nothing_from_it(llm):
+    whole, other = "".join(llm.stream("abc", GREEDY)), llm.generate("xyz", GREEDY)[0].text
+    stream = llm.stream("abc", GREEDY)
+    begun = next(stream)
+    assert llm.generate("xyz", GREEDY)[0].text == other
+    assert llm.beam_search("xyz", 2, 4)
+    assert begun + "".join(stream) == whole
+
+
+def test_threads_call_at_once(llm):
+    prompts = [f"prompt {i}" for i in range(6)]
+    alone = [llm.generate(p, GREEDY)[0].outputs for p in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda p: llm.generate(p, GREEDY)[0].outputs, prompts, timeout=60))
+    assert together == alone
+
+
+def test_nothing_is_answered_after_the_end(tmp_path):
+    path = write_tiny_model(tmp_path / "tiny.gguf")
+    llm = LLM(str(path), kv_memory="1MiB")
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    for call in (lambda: next(stream), lambda: llm.generate("a", GREEDY), lambda: llm.beam_search("a", 2)):
+        with pytest.raises(EngineDead):
+            call()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"kv_memory": 1e9}, {"max_model_len": "8k"}, {"max_model_len": 100.5}, {"num_threads": -1}, {"kv_dtype": None},
+     {"num_threads": 10**6}, {"num_threads": "2"}, {"activations": "x"}, {"max_num_seqs": 1.5}],
+    ids=str,
+)  # fmt: skip
+def test_options_of_the_wrong_type(option):
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        engine_config(**option)

@@ -22,6 +22,7 @@ from kvledger.spec.sampling import SamplingParams
 if TYPE_CHECKING:
     from kvledger.text.tokenizer import Tokenizer
 
+MAX_PENALTY = 100.0
 MAX_WIDTH = 64  # 2 × width alternatives are asked of the sampler
 
 
@@ -54,13 +55,17 @@ class _Candidate:
     token_id: int = field(compare=True)
 
 
-def beam_params(width: int, max_tokens: int) -> SamplingParams:
+def beam_params(width: int, max_tokens: int, length_penalty: float = 1.0) -> SamplingParams:
     """What the sampler is asked: twice as many alternatives as beams, so that `width` are left when some end the text.
 
     Raises BadRequest.
     """
-    if not 1 <= width <= MAX_WIDTH:
+    if not isinstance(width, int) or not 1 <= width <= MAX_WIDTH:
         raise BadRequest(f"beam width must be 1 … {MAX_WIDTH}, got {width}", "width")
+    if not abs(length_penalty) <= MAX_PENALTY:
+        raise BadRequest(
+            f"length_penalty must be at most {MAX_PENALTY} either way, got {length_penalty}", "length_penalty"
+        )
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2 * width, ignore_eos=True)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvledger.clock import Clock, WallClock
+from kvledger.errors import EngineDead
 from kvledger.exec.base import Executor
 from kvledger.sched.events import Event
 from kvledger.sched.scheduler import Scheduler
@@ -67,7 +68,8 @@ class Engine:
         return self.scheduler.has_work
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request. Raises BadRequest, ContextTooLong."""
+        """Queue a request. Raises BadRequest, ContextTooLong, EngineDead once closed."""
+        self._check_open()
         seq = self.scheduler.add(request)
         for listener in self.listeners:
             listener.added(request, self.clock.now())
@@ -84,7 +86,8 @@ class Engine:
         self.scheduler.abort(request_id, choice, reason, stop_reason)
 
     def step(self) -> list[Event]:
-        """One forward pass; everything that happened since the last."""
+        """One forward pass; everything that happened since the last. Raises EngineDead once closed."""
+        self._check_open()
         started_s = self.clock.now()
         step = self.scheduler.schedule()
         result = self._run(step)
@@ -102,6 +105,10 @@ class Engine:
                     self.executor.run(moves)
             self.executor.close()
             self.scheduler.tiers.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineDead("the engine is closed; nothing more is answered")
 
     def _run(self, step: Step) -> StepResult:
         """The executor's result; if it raises, the sequences at fault fail and the others go on."""

@@ -19,6 +19,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MAX_LISTED = 12  # names that an error lists where none is near
+
 
 class KvledgerError(Exception):
     """Base of all errors meant for a person: shown as one line, never as a traceback."""
@@ -36,9 +38,11 @@ class UnknownName(KvledgerError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(set(known))
-        self.kind, self.name = kind, name
+        self.kind, self.name, known = kind, name, list(known)
         self.nearest = nearest(name, known)
         hint = f"; nearest: {', '.join(self.nearest)}" if self.nearest else ""
+        if not self.nearest and 0 < len(known) <= MAX_LISTED:
+            hint = f"; known: {', '.join(known)}"
         if not hint and 0 < len(known) <= MAX_LISTED:
             hint = f"; known: {', '.join(known)}"
         super().__init__(f"unknown {kind} {name!r}{hint}")

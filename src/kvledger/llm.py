@@ -1,19 +1,21 @@
-"""Offline use: `LLM("smollm2").generate(prompts, params)`. One engine, driven by the caller's thread.
+"""Offline use: `LLM("smollm2").generate(prompts, params)`. One engine, driven by the callers' threads.
 
 Prompts are text, token ids or chat messages. Nothing here decides anything: it adds requests, steps the engine and
-puts events together.
+puts events together. Whoever waits takes the next step, for everybody's requests: threads may call at once.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from kvledger.build import Loaded, Progress, build_engine
-from kvledger.errors import BadRequest, UnknownName
+from kvledger.errors import BadRequest, KvledgerError, UnknownName
 from kvledger.frontend import ChoiceStream, all_ended
 from kvledger.metrics import Metrics, RequestTimes
 from kvledger.sched.events import Admitted, Event, Finished, PromptScored, TokenEvent
@@ -24,7 +26,7 @@ from kvledger.spec.sampling import SamplingParams
 from kvledger.units import parse_bytes
 
 if TYPE_CHECKING:
-    from kvledger.beam import Beam
+    from kvledger.beam import Beam, BeamSearch
     from kvledger.sched.books import Books
     from kvledger.text.structured import GrammarCompiler
 
@@ -83,6 +85,9 @@ class LLM:
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
         self._grammars: GrammarCompiler | None = None
+        self._lock = threading.RLock()  # of the engine, and of what its events change
+        self._live: dict[str, _Pending] = {}
+        self._searches: list[BeamSearch] = []
 
     def __enter__(self) -> LLM:
         return self
@@ -91,8 +96,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give the memory back."""
-        self.engine.close()
+        """Give the memory back. Idempotent; afterwards every call raises EngineDead."""
+        with self._lock:
+            self.engine.close()
 
     def generate(
         self,
@@ -106,7 +112,7 @@ class LLM:
         Raises BadRequest or ContextTooLong if one of the prompts cannot be answered; then none is.
         """
         batch = _as_batch(prompts)
-        each = _one_each(params or SamplingParams(), len(batch))
+        each = _one_each(SamplingParams() if params is None else params, len(batch))
         pending = self._submit([self._request(p, s, structured) for p, s in zip(batch, each, strict=True)])
         for _ in self._drive(pending):
             pass
@@ -137,19 +143,24 @@ class LLM:
         """The `width` best continuations of each prompt, best first. See `kvledger.beam`."""
         from kvledger.beam import BeamSearch, beam_params
 
-        asked = beam_params(width, max_tokens)
+        asked = beam_params(width, max_tokens, length_penalty)
         requests = [replace(self._request(p, asked, None), stepwise=True) for p in _as_batch(prompts)]
         searches: list[BeamSearch] = []
         try:
-            searches += (BeamSearch(self.engine, request, width, length_penalty) for request in requests)
+            for request in requests:
+                with self._lock:
+                    searches.append(BeamSearch(self.engine, request, width, length_penalty))
+                    self._searches.append(searches[-1])
             while not all(search.is_done for search in searches):
-                events = self.engine.step()
-                for search in searches:
-                    search.take(events)
+                with self._lock:
+                    if not all(search.is_done for search in searches):
+                        self._step()
         finally:
-            for search in searches:
-                search.close()
-                self._forget(search.request)
+            with self._lock:
+                for search in searches:
+                    search.close()
+                    self._searches.remove(search)
+                    self._forget(search.request)
         return [search.best(self.tokenizer) for search in searches]
 
     @property
@@ -161,6 +172,8 @@ class LLM:
         """Token ids of a prompt: text as it is, messages through the model's template. Raises BadRequest."""
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt, add_special=True))
+        if not isinstance(prompt, Sequence) or not all(isinstance(item, int | Mapping) for item in prompt):
+            raise BadRequest(f"a prompt is text, token ids or messages, not {_shown(prompt)}", "prompt")
         if all(isinstance(item, int) for item in prompt):
             return tuple(prompt)  # type: ignore[arg-type]
         from kvledger.text.chat import require_template
@@ -177,46 +190,67 @@ class LLM:
         )  # fmt: skip
 
     def _constraint(self, structured: Mapping[str, Any] | None) -> Any:
-        if not structured:
+        if structured is None:
             return None
         if self._grammars is None:
             from kvledger.text.structured import GrammarCompiler
 
             self._grammars = GrammarCompiler(self.tokenizer)
-        return self._grammars.from_structured_outputs(structured)
+        constraint = self._grammars.from_structured_outputs(structured) if isinstance(structured, Mapping) else None
+        if constraint is None:
+            kinds = "one of json, json_object, regex, choice or grammar"
+            raise BadRequest(f"structured must name {kinds}, got {_shown(structured)}", "structured")
+        return constraint
 
     def _submit(self, requests: Sequence[Request]) -> list[_Pending]:
         """Add all, or none where one is refused."""
-        for index, request in enumerate(requests):
-            try:
-                self.engine.add(request)
-            except BadRequest:
-                self._drop(requests[:index])
-                raise
-        return [_Pending(request, self.tokenizer) for request in requests]
+        pending = [_Pending(request, self.tokenizer) for request in requests]
+        with self._lock:
+            for index, item in enumerate(pending):
+                try:
+                    self.engine.add(item.request)
+                except KvledgerError:
+                    self._drop(requests[:index])
+                    raise
+                self._live[item.request.request_id] = item
+        return pending
 
     def _drop(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self.engine.abort(request.request_id)
-            self._forget(request)
+        with self._lock:
+            for request in requests:
+                self.engine.abort(request.request_id)
+                self._forget(request)
 
     def _forget(self, request: Request) -> None:
+        self._live.pop(request.request_id, None)
         self.metrics.live.pop(request.request_id, None)
         self.metrics.done.pop(request.request_id, None)
 
     def _drive(self, pending: Sequence[_Pending]) -> Iterator[tuple[_Pending, int, str]]:
         """Step until all have ended; yields (request, choice, new text). Aborts what is left if it is abandoned."""
-        by_id = {item.request.request_id: item for item in pending}
         try:
-            while not all(all_ended(item.choices) for item in pending):
-                for event in self.engine.step():
-                    if (item := by_id.get(event.request_id)) is not None:
-                        yield item, event.choice, item.take(event)
-                        self._stop_where_found(item, event)
+            while not all(item.is_done for item in pending):
+                with self._lock:  # another thread's step may have been for these, too
+                    if not any(item.news for item in pending):
+                        self._step()
+                for item in pending:
+                    while item.news:
+                        yield item, *item.news.popleft()
         finally:
-            left = [item.request for item in pending if not all_ended(item.choices)]
-            if left:
-                self._drop(left)
+            with self._lock:
+                self._drop(item.request for item in pending if not all_ended(item.choices))
+                for item in pending:
+                    self._live.pop(item.request.request_id, None)
+
+    def _step(self) -> None:
+        """One step of the engine for everybody's requests. The caller holds the lock."""
+        events = self.engine.step()
+        for event in events:
+            if (item := self._live.get(event.request_id)) is not None:
+                item.news.append((event.choice, item.take(event)))
+                self._stop_where_found(item, event)
+        for search in self._searches:
+            search.take(events)
 
     def _stop_where_found(self, item: _Pending, event: Event) -> None:
         choice = item.choices[event.choice]
@@ -233,6 +267,12 @@ class _Pending:
         self.choices = [ChoiceStream(tokenizer, request, i) for i in range(request.params.n)]
         self.num_cached = 0
         self.scores: list[Sample] = []
+        self.news: deque[tuple[int, str]] = deque()  # (choice, new text) that nobody has fetched yet
+
+    @property
+    def is_done(self) -> bool:
+        """Ended, and everything fetched."""
+        return not self.news and all_ended(self.choices)
 
     def take(self, event: Event) -> str:
         """Book one event; the choice's new text."""
@@ -279,13 +319,25 @@ def engine_config(**options: Any) -> EngineConfig:
 
 def _as_batch(prompts: Any) -> list[Prompt]:
     """One prompt or several → a list: text, a list of ids and a list of messages are one prompt."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping)):
+    if isinstance(prompts, str):
         return [prompts]
-    return list(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise BadRequest(
+            f"prompts are text, token ids or messages, or a list of these, not {_shown(prompts)}", "prompt"
+        )
+    return [prompts] if prompts and isinstance(prompts[0], int | Mapping) else list(prompts)
+
+
+def _shown(value: object) -> str:
+    """A value in an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if not all(isinstance(item, SamplingParams) for item in each):
+        raise BadRequest(f"params must be SamplingParams, got {_shown(params)}", "params")
     if len(each) != count:
         raise BadRequest(f"{len(each)} sampling parameters for {count} prompts; give one, or one each", "params")
     return each

@@ -115,7 +115,7 @@ def _measured(path: Path) -> DeviceSpec:
 def save_local(bandwidth: dict[int, float], peak_flops: dict[str, float], threads: int, date: str) -> DeviceSpec:
     """Keep a measurement: bytes/s read by number of threads, operations/s by number type. Returns the new `local`.
 
-    Raises ConfigError where a figure is not positive.
+    Raises ConfigError where a figure is not positive or nothing can be written.
     """
     if not bandwidth or not peak_flops or min([*bandwidth.values(), *peak_flops.values()]) <= 0:
         raise ConfigError(f"not a measurement: bandwidth {bandwidth}, peaks {peak_flops}")
@@ -123,8 +123,12 @@ def save_local(bandwidth: dict[int, float], peak_flops: dict[str, float], thread
     lines += [f"{kind} = {value:.6e}" for kind, value in peak_flops.items()]
     lines += ["[bandwidth_by_threads]", *(f"{count} = {value:.6e}" for count, value in bandwidth.items())]
     path = local_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        said = f"{error.strerror}; KVLEDGER_CACHE names the folder that is used"
+        raise ConfigError(f"the measurement cannot be kept in {path.parent}: {said}") from error
     return local_device()
 
 

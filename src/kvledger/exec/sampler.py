@@ -27,6 +27,7 @@ from kvledger.spec.sampling import SamplingParams
 Row = NDArray[np.float32]  # [vocabulary]
 _NEVER = np.float32(-np.inf)
 _HEIGHT, _LARGE = 256, 4096  # rows of at least so many weights are summed as columns of that height
+_COLDEST = 1e-6  # temperature; below, its inverse soon leaves float32, and nothing but the best is left long before
 _DEPTHS = (4.0, 12.0, math.inf)  # nats below the best token in which the nucleus is looked for, in turn
 _REACH = 60.0  # nats: 2^20 tokens that far below the best weigh less than 2^-53 together, the step of `uniform`
 
@@ -152,7 +153,7 @@ def _draw(shaped: Row, seq: Sequence) -> int:
         return int(np.argmax(shaped))  # the caller sees that nothing is left
     scaled = shaped - best
     if params.temperature != 1.0:
-        scaled *= np.float32(1.0 / params.temperature)
+        scaled *= np.float32(1.0 / max(params.temperature, _COLDEST))
     ids = _survivors(scaled, params)
     weights = np.exp(scaled if ids is None else scaled[ids])
     place = _invert(weights, uniform(seq.seed, seq.choice, seq.num_output_tokens))

@@ -14,6 +14,7 @@ from kvledger.kernels.matmul import num_rows
 from kvledger.kernels.team import next_item
 
 _USED = np.float32(-3e38)  # a score that has been taken
+_LEAST = np.float32(-2e38)  # no score is lower: whatever is left is taken before anything twice
 
 
 @inline
@@ -60,7 +61,7 @@ def keep_groups(choice, work, num, groups, kept, sigmoid):  # type: ignore[no-un
         simd.put_f32(work + 4 * best_of(work, groups), _USED)
     for i in range(num):
         if simd.get_f32(work + 4 * (i // size)) > _USED:
-            simd.put_f32(choice + 4 * i, _USED)
+            simd.put_f32(choice + 4 * i, _LEAST)
 
 
 def _route(op: int, ctx: int, thread: int) -> None:
@@ -83,7 +84,8 @@ def _route(op: int, ctx: int, thread: int) -> None:
         probabilities(logits + row * stride, score, num, sigmoid)
         for e in range(num):
             extra = simd.get_f32(bias + 4 * e) if bias != 0 else np.float32(0)
-            simd.put_f32(choice + 4 * e, simd.get_f32(score + 4 * e) + extra)
+            value = simd.get_f32(score + 4 * e) + extra
+            simd.put_f32(choice + 4 * e, value if value > _LEAST else _LEAST)  # NaN, too
         if groups > 1:
             keep_groups(choice, work, num, groups, kept, sigmoid)
         total = np.float32(0)

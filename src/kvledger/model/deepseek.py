@@ -24,7 +24,7 @@ def read(facts: Facts, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Decode
     )  # fmt: skip
     # YaRN sharpens the scores here, not cosines and sines (DeepSeek's mscale, squared: queries and keys)
     sharpened = llama.number(facts, "rope.scaling.yarn_log_multiplier", 0.0)
-    stretch = 1 + sharpened * math.log(llama.number(facts, "rope.scaling.factor", 1.0))
+    stretch = 1 + sharpened * math.log(llama.positive_number(facts, "rope.scaling.factor", 1.0))
     return replace(
         plain,
         kv_heads=1,

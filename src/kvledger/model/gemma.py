@@ -32,4 +32,4 @@ def _rope(facts: Facts, plain: Decoder, layer: int) -> Rope:
     """Gemma 3 turns window layers at a base of their own, and does not stretch them."""
     if facts.arch != "gemma3" or not plain.windows[layer]:
         return plain.ropes[layer]
-    return Rope(plain.ropes[layer].dim, llama.number(facts, "rope.freq_base_swa", 10000.0))
+    return Rope(plain.ropes[layer].dim, llama.positive_number(facts, "rope.freq_base_swa", 10000.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvledger.errors import DamagedFile
 from kvledger.model.decoder import Decoder
 from kvledger.model.experts import Experts
 from kvledger.model.packing import Tensor, dense
@@ -27,7 +28,7 @@ def read(facts: Facts, spec: ModelSpec, tensors: Mapping[str, Tensor], *, pairs:
         num_layers=spec.num_layers,
         vocab=spec.vocab_size,
         max_context=spec.max_context,
-        eps=number(facts, "attention.layer_norm_rms_epsilon"),
+        eps=positive_number(facts, "attention.layer_norm_rms_epsilon"),
         ropes=(rope,) * spec.num_layers,
         windows=tuple(c.window if isinstance(c, WindowKV) else 0 for c in caches),
         pairs=pairs,
@@ -55,21 +56,33 @@ def read_experts(facts: Facts) -> Experts | None:
 
 
 def number(facts: Facts, key: str, default: float | None = None) -> float:
-    """A real number of the metadata. Raises DamagedFile where it is missing."""
+    """A real number of the metadata. Raises DamagedFile where it is missing or no float32 can hold it."""
     value = facts.metadata.get(f"{facts.arch}.{key}", default)
-    return float(value) if isinstance(value, int | float) else float(facts.count(key))
+    real = float(value) if isinstance(value, int | float) else float(facts.count(key))
+    if not abs(real) < 3e38:  # NaN, too
+        raise DamagedFile(f"'{facts.arch}.{key}' is {real}, not a finite number")
+    return real
+
+
+def positive_number(facts: Facts, key: str, default: float | None = None) -> float:
+    """As `number`, and above 0."""
+    real = number(facts, key, default)
+    if real <= 0:
+        raise DamagedFile(f"'{facts.arch}.{key}' is {real}; it must be above 0")
+    return real
 
 
 def read_rope(facts: Facts, tensors: Mapping[str, Tensor], dim: int) -> Rope:
     """Rope as the metadata says; frequency factors from the tensor where the file has one (Llama 3)."""
-    base = number(facts, "rope.freq_base", 10000.0)
+    base = positive_number(facts, "rope.freq_base", 10000.0)
     kind = facts.metadata.get(f"{facts.arch}.rope.scaling.type", "none")
-    factor = number(facts, "rope.scaling.factor", 1.0)
+    factor = positive_number(facts, "rope.scaling.factor", 1.0)
     if "rope_freqs.weight" in tensors:
         return Rope(dim, base, factors=tuple(dense(tensors["rope_freqs.weight"]).reshape(-1).tolist()))
     if kind == "yarn":
         trained = facts.positive("rope.scaling.original_context_length")
-        turns = [number(facts, f"rope.scaling.yarn_beta_{end}", at) for end, at in (("fast", 32.0), ("slow", 1.0))]
+        ends = (("fast", 32.0), ("slow", 1.0))
+        turns = [positive_number(facts, f"rope.scaling.yarn_beta_{end}", at) for end, at in ends]
         return Rope(
             dim, base, factors=yarn_factors(dim, base, factor, trained, *turns), magnitude=yarn_magnitude(factor)
         )

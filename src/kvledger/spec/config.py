@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from kvledger.errors import ConfigError
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 Policy = Literal["continuous", "static", "orca"]
 Queueing = Literal["fcfs", "priority"]
+Activations = Literal["auto", "int8", "int8x2", "fp32"]
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block size {self.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
+        _check_whole(self, "block_size", "kv_memory_bytes", "swap_bytes", "disk_bytes")
+        if not isinstance(self.kv_dtype, str):
+            raise ConfigError(f"kv_dtype is the name of a type, not {self.kv_dtype!r}")
         if self.kv_memory_bytes is not None and self.kv_memory_bytes <= 0:
             raise ConfigError(f"KV memory must be positive, got {self.kv_memory_bytes} bytes")
         if self.disk_dir is not None and not self.prefix_caching:
@@ -46,6 +51,7 @@ class SchedulerConfig:
     max_queue: int | None = None  # waiting requests; beyond it the server answers 503
 
     def __post_init__(self) -> None:
+        _check_whole(self, "max_num_batched_tokens", "max_num_seqs", "growth_tokens", "max_queue")
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -63,12 +69,17 @@ class ExecConfig:
     """
 
     num_threads: int | None = None
-    activations: Literal["auto", "int8", "int8x2", "fp32"] = "auto"
+    activations: Activations = "auto"
     quantise: Literal["", "q8_0", "q4_1"] = ""
 
     def __post_init__(self) -> None:
         if self.quantise not in ("", "q8_0", "q4_1"):
             raise ConfigError(f"weights are quantised to q8_0 or q4_1, not {self.quantise!r}")
+        if self.activations not in get_args(Activations):
+            raise ConfigError(f"activations are {', '.join(get_args(Activations))}, not {self.activations!r}")
+        _check_whole(self, "num_threads")
+        if self.num_threads is not None and not 0 <= self.num_threads <= MAX_THREADS:
+            raise ConfigError(f"num_threads must be at most {MAX_THREADS:,} and not negative, got {self.num_threads}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +90,14 @@ class EngineConfig:
     sched: SchedulerConfig = field(default_factory=SchedulerConfig)
     exec: ExecConfig = field(default_factory=ExecConfig)
     max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_whole(self, "max_model_len")
+
+
+def _check_whole(config: object, *names: str) -> None:
+    """Raises ConfigError for a field that is neither a whole number nor None."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ConfigError(f"{name} must be a whole number, got {value!r}")

@@ -54,7 +54,8 @@ def _check_experts(facts: Facts) -> None:
     """Groups of equal size, no more chosen than there are."""
     experts, used = facts.count("expert_count", 0), facts.count("expert_used_count", 0)
     groups, kept = facts.count("expert_group_count", 1) or 1, facts.count("expert_group_used_count", 1)
-    if experts and (not 0 < used <= experts or experts % groups or not kept <= groups):
+    reachable = experts // groups * kept if groups > 1 else experts
+    if experts and (not 0 < used <= reachable or experts % groups or not kept <= groups):
         raise DamagedFile(f"{used} of {experts} experts from {kept} of {groups} groups cannot be chosen")
 
 
@@ -110,6 +111,8 @@ def _feed_forward(facts: Facts, layer: int) -> dict[str, Shape]:
     routed = facts.count("expert_feed_forward_length", 0, layer) or inner
     num_shared = facts.count("expert_shared_count", 0)
     shared = facts.count("expert_shared_feed_forward_length", num_shared * (routed or 0)) or None
+    if shared and shared > MAX_WIDTH:
+        raise DamagedFile(f"the shared experts of {facts.arch!r} are {shared:,} wide; {MAX_WIDTH:,} are accepted")
     experts = facts.count("expert_count", 0) or None
     shapes: dict[str, Shape] = {
         "ffn_norm.weight": (hidden,), "post_attention_norm.weight": (hidden,), "post_ffw_norm.weight": (hidden,),

