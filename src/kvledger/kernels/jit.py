@@ -29,6 +29,7 @@ from kvledger.kernels.isa import ISA
 
 numba_config: Any = numba.config
 SIGNATURE = types.void(types.int64, types.int64, types.int64)
+_ROOM_BYTES = 8 << 20  # what is compiled for one model takes about 2 MB
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
 
 
@@ -42,10 +43,10 @@ def cache_folder() -> Path:
     folder = base / digest.hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= _ROOM_BYTES:
             return folder
     except OSError:
-        pass  # a read-only home: compile again in every process
+        pass  # a read-only home or a full disk: compile again in every process
     folder = Path(tempfile.mkdtemp(prefix="kvledger-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
