@@ -29,7 +29,7 @@ from kvledger.kernels.isa import ISA
 
 numba_config: Any = numba.config
 SIGNATURE = types.void(types.int64, types.int64, types.int64)
-_ROOM_BYTES = 8 << 20  # what is compiled for one model takes about 2 MB
+_ROOM_BYTES = 16 << 20  # what is compiled for one model takes about 5 MB
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
 
 
