@@ -40,7 +40,7 @@ def devices(
 
 def _measure() -> None:
     """Keep what `measure_ceilings` finds: threads, bytes/s read by threads, operations/s by number type."""
-    say("measuring this machine: half a minute, best with nothing else running")
+    say("measuring this machine: some seconds, best with nothing else running")
     from kvledger.kernels.ceilings import measure_ceilings  # type: ignore[import-not-found,unused-ignore]
 
     found = measure_ceilings()
@@ -77,8 +77,17 @@ def _line(row: DeviceSpec, types: tuple[str, ...]) -> tuple[str, ...]:
 
 def _show_one(row: DeviceSpec) -> None:
     out = console()
-    for key, value in device_json(row).items():
-        out.print(f"{key:24}{value}", markup=False)
+    dressed = {
+        "sold_bytes": dress(row.sold_bytes, "B"),
+        "memory_bytes": dress(row.memory_bytes, "B"),
+        "bandwidth_bytes_per_s": dress(row.bandwidth_bytes_per_s, "B/s"),
+        "peak_flops": ", ".join(f"{kind} {peak / 1e12:,.4g}" for kind, peak in row.peak_flops.items()) + " (× 10^12/s)",
+        "link_bytes_per_s": dress(row.link_bytes_per_s, "B/s") if row.link_bytes_per_s else "",
+    }
+    for key, value in (device_json(row) | dressed).items():
+        if value not in ("", None) and value != []:
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+            out.print(f"{key:24}{shown}", markup=False)
     if row.name == "local" and not row.measured:
         say(ADVICE)
 

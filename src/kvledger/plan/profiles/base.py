@@ -15,7 +15,7 @@ from kvledger.errors import ConfigError, UnknownName
 from kvledger.spec.device import DeviceSpec
 from kvledger.spec.kv import LayerGroup
 from kvledger.spec.model import ModelSpec
-from kvledger.units import cdiv
+from kvledger.units import cdiv, format_bytes
 
 Basis = Literal["given", "computed", "fitted", "assumed"]
 
@@ -296,3 +296,8 @@ def parse_version(text: str) -> tuple[int, int, int]:
 def _leading_digits(text: str) -> str:
     end = next((i for i, ch in enumerate(text) if not ch.isdecimal()), len(text))
     return text[:end]
+
+
+def left_for_kv(num_bytes: float) -> str:
+    """What is left, for a sentence: a size, or "nothing" where weights and overhead take more than there is."""
+    return format_bytes(num_bytes) if num_bytes > 0 else "nothing"

@@ -10,7 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvledger.errors import DoesNotFit
-from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term, remaining, required
+from kvledger.plan.profiles.base import (
+    Allocation,
+    Band,
+    BlockGroup,
+    Pool,
+    Setup,
+    Term,
+    left_for_kv,
+    remaining,
+    required,
+)
 from kvledger.plan.profiles.overhead import cuda_bytes, forward_bytes
 from kvledger.plan.profiles.sglang import key_bytes
 from kvledger.plan.profiles.vllm import draft_specs
@@ -47,7 +57,7 @@ class LlamaCppProfile:
         if count < 1:
             raise DoesNotFit(
                 f"one sequence of {length:,} cells needs {format_bytes(need)}, llama.cpp finds "
-                f"{format_bytes(available.mid)}: {format_bytes(need - available.mid)} are missing; "
+                f"{left_for_kv(available.mid)}: {format_bytes(need - available.mid)} are missing; "
                 "try a smaller --ctx-size or --cache-type-k q8_0",
                 need - available.mid,
             )

@@ -11,7 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvledger.errors import DoesNotFit
-from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term, remaining, required
+from kvledger.plan.profiles.base import (
+    Allocation,
+    Band,
+    BlockGroup,
+    Pool,
+    Setup,
+    Term,
+    left_for_kv,
+    remaining,
+    required,
+)
 from kvledger.plan.profiles.overhead import cuda_bytes
 from kvledger.plan.profiles.vllm import draft_specs, pipeline_stages, storage_of
 from kvledger.plan.profiles.vllm_groups import shard_spec, without_window
@@ -44,7 +54,7 @@ class SglangProfile:
         pools = share(available.mid, kinds, setup.prefix_caching)
         if pools[0].num_blocks < 1:
             raise DoesNotFit(
-                f"SGLang finds {format_bytes(available.mid)} for KV, less than one token of "
+                f"SGLang finds {left_for_kv(available.mid)} for KV, less than one token of "
                 f"{format_bytes(pools[0].block_bytes)}; raise --mem-fraction-static or use more devices",
                 pools[0].block_bytes - available.mid,
             )

@@ -16,6 +16,7 @@ from kvledger.plan.profiles.base import (
     Pool,
     Setup,
     Term,
+    left_for_kv,
     parse_version,
     remaining,
     required,
@@ -55,7 +56,7 @@ class TensorRtProfile:
         if not paged or kept < per_token:
             need = per_token + available.mid - kept
             raise DoesNotFit(
-                f"TensorRT-LLM finds {format_bytes(available.mid)} for KV and needs {format_bytes(need)} for one block "
+                f"TensorRT-LLM finds {left_for_kv(available.mid)} for KV and needs {format_bytes(need)} for one block "
                 f"and the states of {batch} requests; lower max_batch_size or use more devices",
                 need - available.mid,
             )

@@ -18,6 +18,7 @@ from kvledger.plan.profiles.base import (
     Pool,
     Setup,
     Term,
+    left_for_kv,
     parse_version,
     remaining,
     required,
@@ -144,7 +145,7 @@ def _no_room(pool: Pool, available: Band, setup: Setup) -> DoesNotFit:
         "a higher memory fraction, more devices (--tp) or smaller weights" if setup.available_bytes is None else "more"
     )
     return DoesNotFit(
-        f"vLLM finds {format_bytes(available.mid)} for KV, less than one block of {format_bytes(pool.block_bytes)}: "
+        f"vLLM finds {left_for_kv(available.mid)} for KV, less than one block of {format_bytes(pool.block_bytes)}: "
         f"{format_bytes(need)} are missing; try {hint}",
         need,
     )
