@@ -14,6 +14,7 @@ from kvledger.kernels import attention as att
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
 from kvledger.kernels import matmul_amx as amx
+from kvledger.kernels import packed as pk
 from kvledger.kernels.attention_loops import SPAN
 from kvledger.kernels.ceilings import measure_ceilings
 from kvledger.kernels.isa import ISA
@@ -36,7 +37,7 @@ def best_of(team: Team, programs: list[np.ndarray], ctx: np.ndarray, runs: int =
 
 
 def context(team: Team, rows: int, scratch_bytes: int) -> tuple[np.ndarray, object]:
-    scratch = mm.aligned_zeros(team.num_threads * scratch_bytes)
+    scratch = pk.aligned_zeros(team.num_threads * scratch_bytes)
     ctx = np.zeros(64, np.int64)
     ctx[[mm.ROWS, mm.SCRATCH, mm.SCRATCH_BYTES, mm.NUM_THREADS]] = (
         rows, scratch.ctypes.data, scratch_bytes, team.num_threads)  # fmt: skip
@@ -47,10 +48,10 @@ def product(team: Team, outputs: int, inputs: int, rows: int, mode: str, found: 
     rng = np.random.default_rng(0)
     level = rng.integers(0, 16, (outputs, inputs)).astype(np.uint8)
     scale = np.full((outputs, inputs // 32), 0.01, np.float16).astype(np.float32)
-    first = mm.pack(level, scale, -8 * scale, 4)
-    copies = [first] + [mm.PackedMatrix(outputs, inputs, 4, False, first.data.copy())
+    first = pk.pack(level, scale, -8 * scale, 4)
+    copies = [first] + [pk.PackedMatrix(outputs, inputs, 4, False, first.data.copy())
                         for _ in range(COPIES_BYTES // first.data.nbytes)]  # fmt: skip
-    x, y = mm.Activations.empty(rows, inputs), np.zeros((-(-rows // 16) * 16, outputs), np.float32)
+    x, y = pk.Activations.empty(rows, inputs), np.zeros((-(-rows // 16) * 16, outputs), np.float32)
     bias = np.zeros(outputs, np.float32)
     ctx, keep = context(team, rows, amx.scratch_bytes(first))
     place = (y.ctypes.data, outputs * 4)
@@ -60,7 +61,8 @@ def product(team: Team, outputs: int, inputs: int, rows: int, mode: str, found: 
         programs = [empty_program([mm.matmul(x, w, *place, mode, bias, add=False)]) for w in copies]
     seconds = best_of(team, programs, ctx, 5)
     del keep
-    peak = found["units"]["amx_bf16" if mode == "bf16" else "avx_int8"]
+    unit = {"bf16": "amx_bf16", "int16": "avx_int16"}.get(mode, "avx_int8")
+    peak = found["units"].get(unit) or found["units"]["avx_int16"]
     operations, read = 2 * outputs * inputs * rows, first.data.nbytes
     work = operations * (2 if mode in ("int12", "int8x2") else 1)
     return {
@@ -76,7 +78,7 @@ def attention(team: Team, sequences: int, new: int, context_tokens: int, found: 
     blocks = sequences * per_sequence
     shape = AttentionShape(heads, kv_heads, dim, block, kv_heads * block * dim * 4, 0, 0)
     rows, ratio = sequences * new, heads // kv_heads
-    pool = mm.aligned_zeros(blocks * shape.page_bytes + (1 << 16))
+    pool = pk.aligned_zeros(blocks * shape.page_bytes + (1 << 16))
     q = np.zeros((kv_heads * rows * ratio + 16, shape.padded_dim), np.uint16)
     out = np.zeros((rows, heads, dim), np.float32)
     segments = np.array([(i * new, new, context_tokens, 0) for i in range(sequences)], np.int64)
@@ -110,7 +112,8 @@ def main() -> None:
     options = parser.parse_args()
     found = measure_ceilings(options.threads)
     team = Team(found["threads"])
-    modes = ["int8", "int12", "int8x2", *(["bf16"] if ISA.amx else [])]
+    integers = ("int8", "int12", "int8x2") if ISA.vnni else ("int8", "int16")
+    modes = [*dict.fromkeys(pk.integer_mode(mode, 4) for mode in integers), *(["bf16"] if ISA.amx else [])]
     lines = [product(team, n, k, m, mode, found) for mode in modes for n, k in SHAPES for m in (1, 8, 64, 256)]
     lines += [attention(team, *case, found) for case in ((1, 256, 0), (1, 256, 1792), (64, 1, 160), (1, 1, 2048))]
     team.close()

@@ -14,12 +14,14 @@ from kvledger.kernels import isa, kv_pages, kv_write
 from kvledger.kernels import matmul as mm
 from kvledger.kernels import matmul_amx as amx
 from kvledger.kernels import matmul_f32 as f32
+from kvledger.kernels import packed as pk
 from kvledger.kernels import reference as ref
 from kvledger.kernels.team import Team, empty_program
 from kvledger.spec.kv import FullKV, KVStorage
 
 RNG = np.random.default_rng(7)
-INTEGER = [m for m, bits in mm.TERM_BITS.items() if bits >= 0]
+INTEGER = ["int8", "int12", "int8x2"] if isa.ISA.vnni else ["int8", "int16"]
+LOW_BITS = {**pk.TERM_BITS, "int16": pk.TERM_BITS["int8x2"]}
 MODES = [*INTEGER, "fp32", *(["bf16"] if isa.ISA.amx else [])]
 
 
@@ -32,7 +34,7 @@ def team(request):
 
 def run(team, ops, rows, scratch_bytes=1 << 20, **words):
     """Run ops over `rows` rows; `words` are ctx words by name: arrays or numbers."""
-    scratch = mm.aligned_zeros(scratch_bytes * team.num_threads)
+    scratch = pk.aligned_zeros(scratch_bytes * team.num_threads)
     ctx = np.zeros(64, np.int64)
     ctx[[mm.ROWS, mm.SCRATCH, mm.SCRATCH_BYTES, mm.NUM_THREADS]] = (
         rows, scratch.ctypes.data, scratch_bytes, team.num_threads)  # fmt: skip
@@ -51,12 +53,13 @@ def random_matrix(rows, cols, bits, wide):
     level = RNG.integers(0, 1 << bits, (rows, cols)).astype(np.uint8)
     scale = (RNG.random((rows, cols // 32)) * 0.01 + 0.001).astype(kind).astype(np.float32)
     minimum = (-scale * (1 << (bits - 1)) * RNG.random(scale.shape)).astype(kind).astype(np.float32)
-    return mm.pack(level, scale, minimum, bits), ref.dequantise(level, scale, minimum)
+    return pk.pack(level, scale, minimum, bits), ref.dequantise(level, scale, minimum)
 
 
 def product(team, x, packed, mode, bias=None, into=None):
     rows, cols = x.shape
-    acts = mm.Activations.empty(rows, cols, mode)
+    mode = pk.integer_mode(mode, packed.bits) if mode in INTEGER else mode
+    acts = pk.Activations.empty(rows, cols, mode)
     y = padded(rows, packed.num_tiles * 16) if into is None else into
     bias = np.zeros(y.shape[1], np.float32) if bias is None else bias
     source = np.ascontiguousarray(x, np.float32)
@@ -76,7 +79,7 @@ def rounded(x, mode):
         return ref.to_bf16(x)
     if mode == "fp32":
         return x
-    level, scale = ref.quantise(x, mm.TERM_BITS[mode])
+    level, scale = ref.quantise(x, LOW_BITS[mode])
     return (level.reshape(len(x), -1, 32) * scale[..., None]).reshape(x.shape)
 
 
@@ -89,7 +92,7 @@ def test_product_is_the_reference_and_rows_do_not_matter(team, bits, wide, mode)
     x = RNG.standard_normal((37, 96)).astype(np.float32)
     x[3] = 0  # a row without a scale
     every = product(team, x, packed, mode)
-    expected = rounded(x, mode) @ w.T
+    expected = rounded(x, pk.integer_mode(mode, bits) if mode in INTEGER else mode) @ w.T
     tolerance = 4e-3 if mode == "bf16" else 2e-6  # bf16: the weights are rounded, too
     assert np.abs(every - expected).max() <= tolerance * np.abs(expected).max()
     for rows in (1, 2, 3, 5, 8, 16, 17, 33):
@@ -100,7 +103,7 @@ def test_product_is_the_reference_and_rows_do_not_matter(team, bits, wide, mode)
 @pytest.mark.parametrize(("bits", "mode"), [(16, "fp32"), (32, "fp32"), *([(16, "bf16")] if isa.ISA.amx else [])])
 def test_product_with_plain_weights(team, bits, mode):
     w = RNG.standard_normal((56, 96)).astype(np.float32)
-    packed = mm.pack_dense(w, bits)
+    packed = pk.pack_dense(w, bits)
     x = RNG.standard_normal((37, 96)).astype(np.float32)
     expected = rounded(x, mode) @ (ref.to_bf16(w) if bits == 16 else w).T
     every = product(team, x, packed, mode)
@@ -126,7 +129,7 @@ def test_product_adds_to_what_is_there_and_takes_a_bias(team, mode):
 def test_norm_and_quantise(team, mode):
     x = RNG.standard_normal((19, 128)).astype(np.float32) * 3
     weight = RNG.standard_normal(128).astype(np.float32)
-    acts = mm.Activations.empty(19, 128)
+    acts = pk.Activations.empty(19, 128)
     run(team, [ew.norm_quantise(x.ctypes.data, weight, acts, 1e-5, mode)], 19)
     got, scale = unpacked(acts, 19, mode)
     expected = ref.rms_norm(x, weight, 1e-5)
@@ -135,8 +138,13 @@ def test_norm_and_quantise(team, mode):
 
 def unpacked(acts, rows, mode):
     """(values, scales) of quantised activations."""
-    terms = acts.values.view(np.int8).transpose(0, 2, 1, 3).reshape(-1, acts.cols // 32, 2, 32)[:rows].astype(np.int32)
-    level = (terms[:, :, 0] << mm.TERM_BITS[mode]) + terms[:, :, 1]
+    values = acts.values.transpose(0, 2, 1, 3).reshape(-1, acts.cols // 32, 64)[:rows]
+    if mode == "int16":
+        level = np.empty((rows, acts.cols // 32, 32), np.int32)
+        level[:, :, pk.ORDER] = values.view(np.int16)
+    else:
+        terms = values.view(np.int8).reshape(rows, -1, 2, 32).astype(np.int32)
+        level = (terms[:, :, 0] << pk.TERM_BITS[mode]) + terms[:, :, 1]
     scale, total = (acts.scales[:, :, i].transpose(0, 2, 1).reshape(-1, acts.cols // 32)[:rows] for i in (0, 1))
     assert np.allclose(total, scale * level.sum(-1), rtol=1e-6)
     return (level * scale[..., None]).reshape(rows, -1), scale
@@ -145,9 +153,9 @@ def unpacked(acts, rows, mode):
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_gate(team, activation):
     x = RNG.standard_normal((9, 2 * 64)).astype(np.float32) * 4
-    acts = mm.Activations.empty(9, 64)
-    run(team, [ew.gate_quantise(x.ctypes.data, acts, "int8x2", activation)], 9)
-    got, scale = unpacked(acts, 9, "int8x2")
+    acts = pk.Activations.empty(9, 64)
+    run(team, [ew.gate_quantise(x.ctypes.data, acts, INTEGER[-1], activation)], 9)
+    got, scale = unpacked(acts, 9, INTEGER[-1])
     expected = getattr(ref, activation)(x[:, :64]) * x[:, 64:]
     assert np.abs(got - expected).max() <= 0.51 * scale.max() + 1e-6
 
@@ -202,7 +210,7 @@ def setting(heads=6, kv_heads=2, dim=64, block=16, tokens=300, window=0, cap=0.0
     num_blocks = 2 * -(-tokens // block) + 1
     shape = kv_pages.AttentionShape(heads, kv_heads, dim, block, page, 0, 0, window, cap, kind)
     assert shape.head_bytes * kv_heads == page
-    pool = mm.aligned_zeros(num_blocks * page + (1 << 16))
+    pool = pk.aligned_zeros(num_blocks * page + (1 << 16))
     pool[:] = 0
     order = RNG.permutation(num_blocks).astype(np.int32)
     half = num_blocks // 2

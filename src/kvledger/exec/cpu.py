@@ -20,6 +20,7 @@ from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
 from kvledger.kernels.attention_loops import SPLIT_ROWS
 from kvledger.kernels.isa import ISA
+from kvledger.kernels.packed import aligned_zeros
 from kvledger.kernels.team import Team, num_cpus
 from kvledger.kernels.warmup import common_kernels, warmup
 from kvledger.model.decoder import HEAD_ROWS, build
@@ -55,10 +56,10 @@ class CpuExecutor:
         # the first half of the progress is compiling, which after the first start takes no time
         warmup(common_kernels(mode), lambda share: progress(share / 2))
         self.model = build(decoder, gguf.tensors, layout, mode, positions, lambda share: progress((1 + share) / 2))
-        self._pool = mm.aligned_zeros(num_blocks * layout.block_bytes + _PAD_BYTES)
+        self._pool = aligned_zeros(num_blocks * layout.block_bytes + _PAD_BYTES)
         self._pages = self._pool[: num_blocks * layout.block_bytes].reshape(layout.pool_shape(num_blocks))
         self._team = Team(config.num_threads or num_cpus())
-        self._scratch = mm.aligned_zeros(self._team.num_threads * self.model.scratch_bytes)
+        self._scratch = aligned_zeros(self._team.num_threads * self.model.scratch_bytes)
         self._store = store or BlockStore(layout)  # blocks outside the pool, by tier slot
         self._partials = np.empty(0, np.float32)
         self._ctx = np.zeros(64, np.int64)

@@ -7,23 +7,26 @@ than it has.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba.core import types
 
 from kvledger.kernels import simd
-from kvledger.kernels.emit import I64, VF32, VI32, Emit, Val
+from kvledger.kernels.emit import F32, I16, I32, I64, LANES, VI32, Emit, Val, vec
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel
-from kvledger.kernels.matmul import aligned_zeros
 from kvledger.kernels.matmul_amx import TILE_SHAPES
+from kvledger.kernels.matmul_loops import HALF
+from kvledger.kernels.packed import aligned_zeros
 from kvledger.kernels.simd import emitted
 from kvledger.kernels.team import Team, empty_program, next_item, num_cpus
 
 READ_BYTES = 256 << 20  # per thread; well beyond the last-level cache of most machines
-_CHAINS = 12  # independent sums: more than latency × ports
+_CHAINS = 12  # independent sums: more than latency × ports, fewer than registers
+_WIDE = LANES if ISA.vnni else HALF  # lanes of a register
 
 
 def _read(e: Emit, address: Val, num_bytes: Val, out: Val) -> None:
@@ -35,21 +38,40 @@ def _read(e: Emit, address: Val, num_bytes: Val, out: Val) -> None:
         e.store(e.load(VI32, out) + s.get(), out)
 
 
+class Unit(NamedTuple):
+    """A way to multiply and add: lanes of sums, their type, products per lane, the instruction."""
+
+    lanes: int
+    element: ir.Type
+    products: int
+    dot: Callable[[Emit, Val, Val], Val]
+
+
+UNITS = {
+    "bf16": Unit(LANES, F32, 2, lambda e, s, w: e.dot_bf16(s, e.bitcast(w, VI32), e.bitcast(w, VI32))),
+    "fp32": Unit(_WIDE, F32, 1, lambda e, s, w: e.fma(s, w, s)),
+}
+if ISA.vnni:
+    UNITS["int8"] = Unit(LANES, I32, 4, lambda e, s, w: e.dot_u8s8(s, s, w))
+else:
+    UNITS["int16"] = Unit(HALF, I32, 2, lambda e, s, w: e.dot_i16(w, s, w))
+if ISA.name == "avx2":
+    UNITS["int8"] = Unit(2 * HALF, I16, 2, lambda e, s, w: e.dot_u8s8_i16(w, s, w))
+
+
 def _chains(kind: str) -> Any:
     """An emitted function (rounds, out): `rounds` × _CHAINS dependent products of one kind."""
 
     def emit(e: Emit, rounds: Val, out: Val) -> None:
-        is_integer = kind == "int8"
-        sums = [e.var(e.const(VI32 if is_integer else VF32, i + 1)) for i in range(_CHAINS)]
-        word = e.load(VI32, out)
+        unit = UNITS[kind]
+        sums = [e.var(e.const(vec(unit.element, unit.lanes), i + 1)) for i in range(_CHAINS)]
+        word = e.load(vec(unit.element, unit.lanes), out)
         with e.loop(rounds):
             for s in sums:
-                if kind == "fp32":
-                    s.set(e.fma(s.get(), e.bitcast(word, VF32), s.get()))
-                else:
-                    s.set((e.dot_u8s8 if is_integer else e.dot_bf16)(s.get(), word, word))
+                s.set(unit.dot(e, s.get(), word))
+        words = vec(I32, unit.lanes // 2 if unit.element == I16 else unit.lanes)
         for s in sums:
-            e.store(e.bitcast(s.get(), VI32) | e.load(VI32, out), out)
+            e.store(e.bitcast(s.get(), words) | e.load(words, out), out)
 
     return emitted(types.void, [types.int64] * 2, emit)
 
@@ -66,7 +88,6 @@ def _tiles(e: Emit, rounds: Val, out: Val) -> None:
 
 
 read = emitted(types.void, [types.int64] * 3, _read)
-int8, bf16, fp32 = (_chains(k) for k in ("int8", "bf16", "fp32"))
 tiles = emitted(types.void, [types.int64] * 2, _tiles if ISA.amx else lambda e, *args: None)
 loop: Any = None  # bound per variant
 
@@ -89,9 +110,7 @@ def _multiplying(op: int, ctx: int, thread: int) -> None:
 
 
 READ = Kernel("ceiling_read", _reading)
-MULTIPLY = {
-    k: Kernel(f"ceiling_{k}", _multiplying, loop=f) for k, f in (("int8", int8), ("bf16", bf16), ("fp32", fp32))
-}
+MULTIPLY = {kind: Kernel(f"ceiling_{kind}", _multiplying, loop=_chains(kind)) for kind in UNITS}
 TILES = Kernel("ceiling_tiles", _multiplying, loop=tiles)
 
 
@@ -99,14 +118,14 @@ def measure_ceilings(num_threads: int | None = None) -> dict[str, Any]:
     """What memory and arithmetic give on all threads. Takes some seconds.
 
     `threads`; `read_bytes_per_s` by number of threads (one, and all); `peak_ops_per_s` by number type, of the fastest
-    unit, a product and a sum being two; `units` the same by unit: `avx_int8`, `avx_bf16`, `avx_fp32`, `amx_bf16`
-    (`avx` stands for whatever vectors this path has).
+    unit, a product and a sum being two; `units` the same by unit: `avx_int8`, `avx_int16`, `avx_bf16`, `avx_fp32`,
+    `amx_bf16` (`avx` stands for whatever vectors this path has).
     """
     threads = num_threads or num_cpus()
     reading = {n: _read_speed(n) for n in sorted({1, threads})}
     units = {
-        f"avx_{kind}": _rate(MULTIPLY[kind], threads, 400_000, _CHAINS * 16 * per_lane)
-        for kind, per_lane in (("int8", 8), ("bf16", 4), ("fp32", 2))
+        f"avx_{kind}": _rate(MULTIPLY[kind], threads, 400_000, _CHAINS * unit.lanes * unit.products * 2)
+        for kind, unit in UNITS.items()
     }
     if ISA.amx:
         units["amx_bf16"] = _rate(TILES, threads, 100_000, 4 * 16 * 16 * 32 * 2)
@@ -114,6 +133,7 @@ def measure_ceilings(num_threads: int | None = None) -> dict[str, Any]:
     for unit, rate in units.items():
         kind = unit.partition("_")[2]
         peaks[kind] = max(rate, peaks.get(kind, 0.0))
+    peaks.setdefault("int8", peaks.pop("int16", 0.0))  # what bytes are widened to
     return {"threads": threads, "read_bytes_per_s": reading, "peak_ops_per_s": peaks, "units": units}
 
 

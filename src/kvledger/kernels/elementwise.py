@@ -12,18 +12,9 @@ import numpy as np
 
 from kvledger.kernels import simd
 from kvledger.kernels.jit import Kernel, inline
-from kvledger.kernels.matmul import (
-    MAX_LEVEL,
-    NUM_THREADS,
-    SCALES_BYTES,
-    TERM_BITS,
-    X_BYTES,
-    Activations,
-    PackedMatrix,
-    group_bytes,
-    num_rows,
-)  # fmt: skip
+from kvledger.kernels.matmul import NUM_THREADS, num_rows
 from kvledger.kernels.matmul_amx import store_activations
+from kvledger.kernels.packed import MAX_LEVEL, SCALES_BYTES, TERM_BITS, X_BYTES, Activations, PackedMatrix, group_bytes
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
 
@@ -41,7 +32,7 @@ def rows_chunk(op: int, ctx: int) -> Any:
 def quantise_group(v0, v1, values, scales, row, group, groups, shift, level):  # type: ignore[no-untyped-def]
     """Two vectors, 32 activations of a row's group → their terms in `values`, their scale and sum in `scales`.
 
-    `shift` −1, −2: bfloat16 as `matmul_amx` reads it, float32 as `matmul_f32` does; and no scales.
+    `shift` is `TERM_BITS`' number: below 0 the forms without terms, of which only the integers have scales.
     """
     place = (row // 16 * groups + group) * 16 + row % 16
     if shift == -2:
@@ -57,14 +48,23 @@ def quantise_group(v0, v1, values, scales, row, group, groups, shift, level):  #
     scale = largest / level
     inverse = simd.splat(level / largest if largest > np.float32(0) else np.float32(0))
     q0, q1 = simd.round_i32(simd.mul(v0, inverse)), simd.round_i32(simd.mul(v1, inverse))
+    if shift == -3:
+        simd.store_i16_ordered(values, q0, q1)
+    else:
+        store_terms(q0, q1, values, shift)
+    simd.put_f32(scales, scale)
+    simd.put_f32(scales + 64, scale * np.float32(simd.reduce_add_i32(simd.add_i32(q0, q1))))
+
+
+@inline
+def store_terms(q0, q1, values, shift):  # type: ignore[no-untyped-def]
+    """Integers of 8 + `shift` bits as a high and a low term."""
     bits, half = simd.splat_i32(np.int32(shift)), simd.splat_i32(np.int32((1 << shift) >> 1))
     h0, h1 = simd.sra_i32(simd.add_i32(q0, half), bits), simd.sra_i32(simd.add_i32(q1, half), bits)
     simd.store_i8(values, h0)
     simd.store_i8(values + 16, h1)
     simd.store_i8(values + 32, simd.sub_i32(q0, simd.shl_i32(h0, bits)))
     simd.store_i8(values + 48, simd.sub_i32(q1, simd.shl_i32(h1, bits)))
-    simd.put_f32(scales, scale)
-    simd.put_f32(scales + 64, scale * np.float32(simd.reduce_add_i32(simd.add_i32(q0, q1))))
 
 
 @inline
@@ -232,8 +232,7 @@ def _into(out: Activations) -> list[int]:
 
 
 def _levels(mode: str) -> list[int]:
-    shift = TERM_BITS[mode]
-    return [shift, MAX_LEVEL[shift]]
+    return [TERM_BITS[mode], MAX_LEVEL.get(mode, 0)]
 
 
 def norm_quantise(x: int, weight: np.ndarray | None, out: Activations, eps: float, mode: str, *, stride: int = 0,

@@ -1,6 +1,6 @@
 """An emitter of LLVM for unrolled inner loops: Python's operators on values, Python's loops for unrolling.
 
-Only `dot_u8s8`, `dot_bf16`, the half-float operations and the tile instructions differ between instruction sets; LLVM
+Only the dot products, the half-float operations and the tile instructions differ between instruction sets; LLVM
 splits everything else to the width that the CPU has. Memory is addressed by plain integers: the caller owns it and its
 bounds. Knows no model, no layout and nothing of how functions reach Numba (`simd.py`).
 """
@@ -142,7 +142,8 @@ class Emit:
 
     def to_f32(self, x: Val) -> Val:
         """Signed integers → float32, rounded to nearest."""
-        return Val(self, self.b.sitofp(x.v, VF32 if isinstance(x.v.type, ir.VectorType) else F32))
+        kind = x.v.type
+        return Val(self, self.b.sitofp(x.v, vec(F32, kind.count) if isinstance(kind, ir.VectorType) else F32))
 
     def select(self, mask: Val, yes: Val, no: Val) -> Val:
         return Val(self, self.b.select(mask.v, yes.v, no.v))
@@ -163,20 +164,22 @@ class Emit:
         where = address + offset if offset else address
         self.b.store(x.v, self.pointer(where, x.v.type)).align = 1
 
-    def load_splat(self, kind: ir.Type, address: Val, offset: int = 0) -> Val:
+    def load_splat(self, kind: ir.Type, address: Val, offset: int = 0, lanes: int = LANES) -> Val:
         """One element in all lanes."""
-        return self.splat(self.load(kind, address, offset))
+        return self.splat(self.load(kind, address, offset), lanes)
 
-    def load_f16(self, address: Val, offset: int = 0) -> Val:
-        """16 half floats → float32."""
+    def load_f16(self, address: Val, offset: int = 0, lanes: int = LANES) -> Val:
+        """Half floats → float32."""
         if ISA.half:
-            return Val(self, self.b.fpext(self.load(vec(F16), address, offset).v, VF32))
-        return self.half_bits_to_f32(Val(self, self.b.zext(self.load(VI16, address, offset).v, VI32)))
+            return Val(self, self.b.fpext(self.load(vec(F16, lanes), address, offset).v, vec(F32, lanes)))
+        bits = self.load(vec(I16, lanes), address, offset).v
+        return self.half_bits_to_f32(Val(self, self.b.zext(bits, vec(I32, lanes))))
 
     def half_bits_to_f32(self, bits: Val) -> Val:
         """Half floats in the low 16 bits of each lane → float32: move the fields, then put the exponent right."""
-        magnitude = self.bitcast((bits & 0x7FFF) << 13, VF32) * 2.0**112
-        return self.bitcast(self.bitcast(magnitude, VI32) | ((bits & 0x8000) << 16), VF32)
+        floats = vec(F32, bits.v.type.count)
+        magnitude = self.bitcast((bits & 0x7FFF) << 13, floats) * 2.0**112
+        return self.bitcast(self.bitcast(magnitude, bits.v.type) | ((bits & 0x8000) << 16), floats)
 
     def load_bf16(self, address: Val, offset: int = 0) -> Val:
         """16 bfloat16 → float32: their bits are the upper half."""
@@ -186,6 +189,11 @@ class Emit:
     def store_pairs(self, x: Val, y: Val, address: Val, order: Sequence[int]) -> None:
         """32 float32 (x, then y) → bfloat16 at `address`, element i being number order[i]."""
         low, high = (self.to_bf16(v).v for v in (x, y))
+        self.store(Val(self, self.b.shuffle_vector(low, high, ir.Constant(vec(I32, 32), list(order)))), address)
+
+    def store_i16_pairs(self, x: Val, y: Val, address: Val, order: Sequence[int]) -> None:
+        """32 int32 (x, then y) → int16 at `address`, element i being number order[i]."""
+        low, high = (self.b.trunc(v.v, VI16) for v in (x, y))
         self.store(Val(self, self.b.shuffle_vector(low, high, ir.Constant(vec(I32, 32), list(order)))), address)
 
     def store_bf16(self, x: Val, address: Val, offset: int = 0) -> None:
@@ -226,7 +234,7 @@ class Emit:
 
     def fma(self, x: Val, y: Val, z: Val) -> Val:
         """x·y + z, rounded once."""
-        return self.call("llvm.fma.v16f32", VF32, [x.v, y.v, z.v])
+        return self.call(f"llvm.fma.v{x.v.type.count}f32", x.v.type, [x.v, y.v, z.v])
 
     def round(self, x: Val) -> Val:
         """To the nearest whole number, halves to even."""
@@ -250,13 +258,33 @@ class Emit:
 
     def dot_u8s8(self, acc: Val, u: Val, s: Val) -> Val:
         """Per lane: acc + Σ over its four bytes of unsigned u × signed s, exact in int32. All are 16 × int32."""
-        if ISA.vnni:
-            wide = vec(I8, 64)
-            args = [acc.v, self.bitcast(u, wide).v, self.bitcast(s, wide).v]
-            return self.call("llvm.x86.avx512.vpdpbusd.512", VI32, args)
-        even = _pairs(self, u & 0x00FF00FF, _sext_even(self, s))
-        odd = _pairs(self, (u >> 8) & 0x00FF00FF, _sext_odd(self, s))
-        return acc + even + odd
+        assert ISA.vnni
+        wide = vec(I8, 64)
+        args = [acc.v, self.bitcast(u, wide).v, self.bitcast(s, wide).v]
+        return self.call("llvm.x86.avx512.vpdpbusd.512", VI32, args)
+
+    def dot_i16(self, acc: Val, x: Val, y: Val) -> Val:
+        """Per lane: acc + x₀y₀ + x₁y₁ of the two int16 in each 32-bit lane of x and y; exact below 2³¹."""
+        lanes = x.v.type.count
+        halves, wide = vec(I16, 2 * lanes), vec(I32, 2 * lanes)
+        a, b = (self.bitcast(v, halves).v for v in (x, y))
+        if ISA.name == "avx2" and lanes == 8:
+            return self._in_order(acc + self.call("llvm.x86.avx2.pmadd.wd", x.v.type, [a, b]))
+        product = self.b.mul(self.b.sext(a, wide), self.b.sext(b, wide))
+        even, odd = (ir.Constant(vec(I32, lanes), list(range(start, 2 * lanes, 2))) for start in (0, 1))
+        parts = (Val(self, self.b.shuffle_vector(product, product, which)) for which in (even, odd))
+        return acc + next(parts) + next(parts)
+
+    def dot_u8s8_i16(self, acc: Val, u: Val, s: Val) -> Val:
+        """Per int16 lane: acc + u₀s₀ + u₁s₁ of its unsigned and signed bytes (AVX2); the caller sees to the range."""
+        kind = vec(I8, 32)
+        args = [self.bitcast(u, kind).v, self.bitcast(s, kind).v]
+        return self._in_order(acc + self.call("llvm.x86.avx2.pmadd.ub.sw", acc.v.type, args))
+
+    def _in_order(self, x: Val) -> Val:
+        """x, as it is: LLVM may not regroup the sum that it is of, which would take more registers than there are."""
+        floats = vec(F32, 8)
+        return self.bitcast(self.call("llvm.arithmetic.fence.v8f32", floats, [self.bitcast(x, floats).v]), x.v.type)
 
     def dot_bf16(self, acc: Val, x: Val, y: Val) -> Val:
         """Per lane: acc + x₀y₀ + x₁y₁ of the two bfloat16 in each 32-bit lane of x and y."""
@@ -300,25 +328,6 @@ class Emit:
     def tile_dot(self, kind: str, acc: int, a: int, b: int) -> None:
         """acc += a · b; `kind` is `bf16ps` (pairs of bfloat16)."""
         self.call(f"llvm.x86.tdp{kind}", ir.VoidType(), [ir.Constant(I8, t) for t in (acc, a, b)])
-
-
-def _sext_even(e: Emit, s: Val) -> Val:
-    """Bytes 0 and 2 of each lane as two int16."""
-    return Val(e, e.b.ashr(e.b.shl(e.bitcast(s, vec(I16, 32)).v, splat_const(vec(I16, 32), 8)), splat_const(vec(I16, 32), 8)))  # fmt: skip # noqa: E501
-
-
-def _sext_odd(e: Emit, s: Val) -> Val:
-    """Bytes 1 and 3 of each lane as two int16."""
-    return Val(e, e.b.ashr(e.bitcast(s, vec(I16, 32)).v, splat_const(vec(I16, 32), 8)))
-
-
-def _pairs(e: Emit, u: Val, s: Val) -> Val:
-    """Per lane: u₀s₀ + u₁s₁ of its int16 halves; LLVM knows this as pmaddwd."""
-    wide = vec(I32, 32)
-    product = e.b.mul(e.b.sext(e.bitcast(u, vec(I16, 32)).v, wide), e.b.sext(s.v, wide))
-    halves = [ir.Constant(vec(I32), list(range(start, 32, 2))) for start in (0, 1)]
-    parts = [e.b.shuffle_vector(product, product, h) for h in halves]
-    return Val(e, e.b.add(*parts))
 
 
 class Var:

@@ -23,19 +23,9 @@ from kvledger.kernels import simd
 from kvledger.kernels.emit import F16, I16, VF32, VI32, Emit, Val, vec
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel, inline
-from kvledger.kernels.matmul import (
-    GROUP,
-    NUM_THREADS,
-    ORDER,
-    PREFETCH_BYTES,
-    SCRATCH,
-    SCRATCH_BYTES,
-    TILE,
-    Activations,
-    PackedMatrix,
-    group_bytes,
-    num_rows,
-)  # fmt: skip
+from kvledger.kernels.matmul import NUM_THREADS, SCRATCH, SCRATCH_BYTES, num_rows
+from kvledger.kernels.matmul_loops import PREFETCH_BYTES
+from kvledger.kernels.packed import GROUP, ORDER, TILE, Activations, PackedMatrix, group_bytes
 from kvledger.kernels.simd import emitted
 from kvledger.kernels.team import next_item
 

@@ -14,19 +14,9 @@ from numba.core import types
 from kvledger.kernels import simd
 from kvledger.kernels.emit import F32, VF32, VI32, Emit, Val
 from kvledger.kernels.jit import Kernel
-from kvledger.kernels.matmul import (
-    GROUP,
-    NUM_THREADS,
-    ORDER,
-    TILE,
-    Activations,
-    PackedMatrix,
-    _scale_loader,
-    _weight_quads,
-    group_bytes,
-    num_rows,
-    store_sums,
-)  # fmt: skip
+from kvledger.kernels.matmul import NUM_THREADS, num_rows
+from kvledger.kernels.matmul_loops import scale_loader, store_sums, weight_quads
+from kvledger.kernels.packed import GROUP, ORDER, TILE, Activations, PackedMatrix, group_bytes
 from kvledger.kernels.simd import emitted
 from kvledger.kernels.team import next_item
 
@@ -46,8 +36,8 @@ def _weights(e: Emit, bits: int, wide: bool, group: Val) -> Any:
     else:
         size = group_bytes(bits, wide)
         start = TILE * GROUP * bits // 8
-        d, m = (_scale_loader(wide)(e, group, at) for at in (start, start + (size - start) // 2))
-        for quad, four in _weight_quads(e, bits, group):
+        d, m = (scale_loader(wide)(e, group, at) for at in (start, start + (size - start) // 2))
+        for quad, four in weight_quads(e, bits, group):
             for j in range(4):
                 yield 4 * quad + j, e.fma(e.to_f32((four >> (8 * j)) & 255), d, m)
 

@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from kvledger.kernels.emit import F16, F32, I8, I16, I32, I64, LANES, VF32, VI8, VI32, Emit, Val, vec
 from kvledger.kernels.isa import ISA
+from kvledger.kernels.packed import ORDER
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
@@ -80,6 +81,7 @@ splat_i32 = emitted(_w, [types.int32], lambda e, x: e.splat(x))
 shl_i32 = emitted(_w, [_w, _w], lambda e, x, n: x << n)
 sra_i32 = emitted(_w, [_w, _w], lambda e, x, n: x.sra(n))
 store_i8 = emitted(types.void, [_i, _w], lambda e, a, x: e.store(Val(e, e.b.trunc(x.v, VI8)), a))
+store_i16_ordered = emitted(types.void, [_i, _w, _w], lambda e, a, x, y: e.store_i16_pairs(x, y, a, ORDER))
 load_i8 = emitted(_w, [_i], lambda e, a: Val(e, e.b.sext(e.load(VI8, a).v, VI32)))
 load_u8 = emitted(_w, [_i], lambda e, a: Val(e, e.b.zext(e.load(VI8, a).v, VI32)))
 load_i32 = emitted(_w, [_i], lambda e, a: e.load(VI32, a))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvledger.kernels import attention, elementwise, kv_write, matmul, matmul_amx, matmul_f32
 from kvledger.kernels.jit import Kernel
+from kvledger.kernels.packed import integer_mode
 from kvledger.kernels.team import Team
 
 
@@ -16,11 +17,11 @@ def common_kernels(mode: str, size: int = 2, *, is_staged: bool = False) -> list
         if mode == "bf16":
             products.append(matmul_amx.KERNELS[bits, False])
             if bits == 8:
-                products.append(matmul.KERNELS[bits, False, 2])  # the head
+                products.append(matmul.kernel_for(bits, False, "int12"))  # the head
         elif mode == "fp32":
             products.append(matmul_f32.KERNELS[bits, False])
         else:
-            products.append(matmul.KERNELS[bits, False, 1 if mode == "int8" else 2])
+            products.append(matmul.kernel_for(bits, False, integer_mode(mode, bits)))
     others = [elementwise.EMBED, elementwise.NORM_QUANTISE, elementwise.GATE_QUANTISE]
     cached = [kv_write.ROPE_WRITE, attention.KERNELS[size, is_staged], attention.MERGE]
     return products + others + cached

@@ -14,6 +14,7 @@ import numpy as np
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
 from kvledger.kernels import routing
+from kvledger.kernels.packed import PackedMatrix
 from kvledger.kernels.simd import float_bits
 from kvledger.model.linear import MAX_ROWS, Array, Ops, Weights
 from kvledger.model.packing import Part, dense, pack_exact, pack_matrices
@@ -95,7 +96,7 @@ def _expert_matrices(w: Weights, e: Experts, p: str) -> Any:
         yield tuple(w.packed(pack_matrices(parts, exact=w.exact)) for parts in ([gate, up], [down]))
 
 
-def _one_expert(ops: Ops, e: Experts, b: _Buffers, index: int, gate_up: mm.PackedMatrix, down: mm.PackedMatrix) -> None:
+def _one_expert(ops: Ops, e: Experts, b: _Buffers, index: int, gate_up: PackedMatrix, down: PackedMatrix) -> None:
     count, rows = int(b.counts[index:].ctypes.data), int(b.lists[index].ctypes.data)
     inner = _columns(b.gate_up, 2 * e.inner)
     ops.linear(b.normed, gate_up, inner, index=rows, share=e.used, count=count)

@@ -11,7 +11,7 @@ import numpy as np
 from kvledger.kernels import attention as att
 from kvledger.kernels.kv_pages import AttentionShape
 from kvledger.kernels.latent import latent_write
-from kvledger.kernels.matmul import PackedMatrix
+from kvledger.kernels.packed import PackedMatrix
 from kvledger.model.linear import MAX_ROWS, Array, Ops, Weights
 from kvledger.model.packing import Part, halves_from_pairs, pack_matrices
 

@@ -12,6 +12,7 @@ from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
 from kvledger.kernels import matmul_amx as amx
 from kvledger.kernels import matmul_f32 as f32
+from kvledger.kernels import packed as pk
 from kvledger.model.packing import Tensor, dense, pack_matrices
 
 Array = np.ndarray[Any, Any]
@@ -39,11 +40,11 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self._tensors
 
-    def matrix(self, *names: str, rows: Sequence[Array | None] | None = None) -> mm.PackedMatrix:
+    def matrix(self, *names: str, rows: Sequence[Array | None] | None = None) -> pk.PackedMatrix:
         """Matrices of equal input size, stacked; `rows[i]` reorders the outputs of the i-th."""
         return self.packed(pack_matrices([self.find(n) for n in names], rows, exact=self.exact))
 
-    def packed(self, matrix: mm.PackedMatrix) -> mm.PackedMatrix:
+    def packed(self, matrix: pk.PackedMatrix) -> pk.PackedMatrix:
         """Keep a matrix alive and count it."""
         self.keep.append(matrix)
         self.bytes += matrix.data.nbytes
@@ -63,14 +64,14 @@ class Weights:
 
 
 class Ops:
-    """A program being written. `mode` is how activations are kept for products (`mm.TERM_BITS`)."""
+    """A program being written. `mode` is how activations are kept for products (`packed.TERM_BITS`)."""
 
     def __init__(self, weights: Weights, mode: str) -> None:
         self.weights, self.mode = weights, mode
         weights.exact = mode == "fp32"
         self.ops: list[list[int]] = []
         self.keep: list[object] = []
-        self._activations: dict[tuple[int, bool], mm.Activations] = {}
+        self._activations: dict[tuple[int, bool], pk.Activations] = {}
         self._zeros: dict[int, Array] = {}
 
     def add(self, *ops: list[int]) -> None:
@@ -82,15 +83,17 @@ class Ops:
         self.keep.append(buffer)
         return buffer
 
-    def mode_for(self, matrix: mm.PackedMatrix) -> str:
+    def mode_for(self, matrix: pk.PackedMatrix) -> str:
         """Unpacked weights have no integers to multiply: they need floating point on either side."""
-        return "fp32" if matrix.bits == 32 or (matrix.bits == 16 and self.mode != "bf16") else self.mode
+        if self.mode in ("bf16", "fp32"):
+            return "fp32" if matrix.bits == 32 else self.mode
+        return "fp32" if matrix.bits >= 16 else pk.integer_mode(self.mode, matrix.bits)
 
-    def activations(self, width: int, mode: str) -> mm.Activations:
+    def activations(self, width: int, mode: str) -> pk.Activations:
         """The buffer for activations of this width: one for all ops, since they run one after the other."""
         key = (width, mode == "fp32")
         if key not in self._activations:
-            self._activations[key] = mm.Activations.empty(MAX_ROWS, width, mode)
+            self._activations[key] = pk.Activations.empty(MAX_ROWS, width, mode)
             self.keep.append(self._activations[key])
         return self._activations[key]
 
@@ -101,7 +104,7 @@ class Ops:
             self.keep.append(self._zeros[size])
         return self._zeros[size]
 
-    def linear(self, source: Array, matrix: mm.PackedMatrix, target: Array, *, norm: Array | None = None,
+    def linear(self, source: Array, matrix: pk.PackedMatrix, target: Array, *, norm: Array | None = None,
                eps: float = 0.0, activation: str = "", bias: Array | None = None, add: bool = False,
                **rows: Any) -> None:  # fmt: skip
         """target (+)= W · f(source) + bias, f being RMSNorm, a gated activation or nothing.
@@ -118,10 +121,10 @@ class Ops:
             self._counted(ew.norm_quantise(source.ctypes.data, norm, x, eps, mode, stride=stride, **rows), count)
         self._counted(self.product(x, matrix, target, mode, bias, add=add), count)
 
-    def product(self, x: mm.Activations, matrix: mm.PackedMatrix, target: Array, mode: str, bias: Array | None,
+    def product(self, x: pk.Activations, matrix: pk.PackedMatrix, target: Array, mode: str, bias: Array | None,
                 *, add: bool) -> list[int]:  # fmt: skip
         """The op of one product."""
-        bias = self.zeros(matrix.num_tiles * mm.TILE) if bias is None else bias
+        bias = self.zeros(matrix.num_tiles * pk.TILE) if bias is None else bias
         ldy = target.strides[0]
         if mode == "bf16":
             return amx.matmul(x, matrix, target.ctypes.data, ldy, bias, add=add)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvledger.errors import UnsupportedModel
-from kvledger.kernels.matmul import GROUP, PackedMatrix, pack, pack_dense
+from kvledger.kernels.packed import GROUP, PackedMatrix, pack, pack_dense
 
 Array = np.ndarray[Any, Any]
 

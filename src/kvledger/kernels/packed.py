@@ -1,0 +1,138 @@
+"""How weights and activations lie in memory for the products, and packing weights into that form.
+
+Weights lie in tiles of 16 outputs; per group of 32 inputs a tile holds its bytes ready for the dot product, then 16
+scales and 16 minima. Activations lie by blocks of 16 rows, as [block][group][row][64 bytes]: 32 high terms, then 32
+low ones, with x = scale · (high · 2^shift + low), or 32 numbers of 16 bits in ORDER; scales, and scale × Σ, as
+[block][group][scales, sums][row]. Knows no kernels, models or files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvledger.kernels.isa import ISA
+
+GROUP = 32  # inputs that share a scale
+TILE = 16  # outputs computed together
+X_BYTES = 64  # of a group of activations
+SCALES_BYTES = 128  # of a group of 16 rows: their scales, then their sums
+# How activations are kept: bits of the low of two 8-bit terms, or below 0: bfloat16 as `matmul_amx` reads it, float32
+# as `matmul_f32` does, 16-bit integers.
+TERM_BITS = {"int8": 0, "int12": 4, "int8x2": 7, "bf16": -1, "fp32": -2, "int16": -3}
+# Largest integer activation. 15 bits in both forms, so that they give the same numbers.
+MAX_LEVEL = {"int8": 127, "int12": 127 * 16 + 7, "int8x2": 127 * 128 + 63, "int16": 127 * 128 + 63}
+# Place i of a group's 32 inputs in 16-bit forms holds input ORDER[i]: as nibbles and bytes fall out of 16-bit lanes.
+ORDER = [8 * p + k for p in range(4) for k in (0, 2, 4, 6, 1, 3, 5, 7)]
+
+
+def integer_mode(mode: str, bits: int) -> str:
+    """`int8`, `int12` or `int8x2` as this CPU multiplies it best by weights of `bits` bits.
+
+    Without dot products of bytes (VNNI) 16-bit integers take no longer than two terms, nor than one by 8-bit weights.
+    """
+    if ISA.vnni or (mode == "int8" and bits == 4 and ISA.name == "avx2"):
+        return mode
+    return "int16"
+
+
+def group_bytes(bits: int, wide: bool) -> int:
+    """Bytes of a tile's group: 512 weights, then scales and minima (float32 if `wide`, else float16) below 16 bits."""
+    return TILE * GROUP * bits // 8 + (0 if bits >= 16 else 2 * TILE * (4 if wide else 2))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """Weights of `rows` outputs × `cols` inputs, ready for the kernels. `data` is uint8, 64 bytes aligned."""
+
+    rows: int
+    cols: int
+    bits: int  # 4 or 8: levels; 16: bfloat16; 32: float32
+    wide: bool  # float32 scales: where float16 would not be exact
+    data: np.ndarray
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.rows // TILE)
+
+    @property
+    def num_groups(self) -> int:
+        return self.cols // GROUP
+
+
+def aligned_zeros(num_bytes: int) -> np.ndarray:
+    """uint8[num_bytes] of zeros at a multiple of 64; pages are committed when first written.
+
+    Zeros, because a masked place of a KV block is still multiplied (by 0): stale numbers are harmless, NaN is not.
+    """
+    buffer = np.zeros(num_bytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + num_bytes]
+
+
+def pack(levels: np.ndarray, scale: np.ndarray, minimum: np.ndarray, bits: int) -> PackedMatrix:
+    """uint8[N, K] levels < 2^bits, float32[N, K/32] scales and minima → tiles. w = scale · level + minimum.
+
+    N is padded to a multiple of 16 with zeros; K must be a multiple of 32.
+    """
+    n, k = levels.shape
+    if pad := -n % TILE:
+        levels, scale, minimum = (np.pad(a, ((0, pad), (0, 0))) for a in (levels, scale, minimum))
+    tiles, groups = levels.shape[0] // TILE, k // GROUP
+    wide = not (_fits_f16(scale) and _fits_f16(minimum))
+    kind: Any = np.float32 if wide else np.float16
+    size = group_bytes(bits, wide)
+    data = aligned_zeros(tiles * groups * size).reshape(tiles, groups, size)
+    weights = TILE * GROUP * bits // 8
+    quads = levels.reshape(tiles, TILE, groups, 8, 4).transpose(0, 2, 3, 1, 4)  # tile, group, quad, output, input
+    if bits == 4:
+        quads = quads[:, :, 0::2] | (quads[:, :, 1::2] << 4)
+    data[:, :, :weights] = quads.reshape(tiles, groups, weights)
+    half = (size - weights) // 2
+    for start, values in ((weights, scale), (weights + half, minimum)):
+        rows = np.ascontiguousarray(values.reshape(tiles, TILE, groups).transpose(0, 2, 1).astype(kind))
+        data[:, :, start : start + half] = rows.view(np.uint8)
+    return PackedMatrix(n, k, bits, wide, data.reshape(-1))
+
+
+def pack_dense(w: np.ndarray, bits: int) -> PackedMatrix:
+    """float32[N, K] → tiles of bfloat16 ([16 pairs][16 outputs][2] in ORDER) or float32 ([32 inputs][16 outputs])."""
+    n, k = w.shape
+    w = np.pad(w, ((0, -n % TILE), (0, 0)))
+    tiles, groups = len(w) // TILE, k // GROUP
+    data = aligned_zeros(tiles * groups * group_bytes(bits, False))
+    grouped = w.reshape(tiles, TILE, groups, GROUP)
+    if bits == 32:
+        data.view(np.float32).reshape(tiles, groups, GROUP, TILE)[:] = grouped.transpose(0, 2, 3, 1)
+    else:
+        raw = np.ascontiguousarray(grouped, np.float32).view(np.uint32)
+        half = ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)[..., ORDER]
+        pairs = half.reshape(tiles, TILE, groups, 16, 2).transpose(0, 2, 3, 1, 4)
+        data.view(np.uint16).reshape(tiles, groups, 16, TILE, 2)[:] = pairs
+    return PackedMatrix(n, k, bits, False, data)
+
+
+def _fits_f16(x: np.ndarray) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(x.astype(np.float16).astype(np.float32), x))
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Where quantised activations of up to `max_rows` (a multiple of 16) × `cols` lie."""
+
+    cols: int
+    values: np.ndarray  # uint8[max_rows / 16, groups, 16, 64 or 128]: signed terms, bfloat16 or float32
+    scales: np.ndarray  # float32[max_rows / 16, groups, 2, 16]: scales, then scale × Σ of the integers
+
+    @staticmethod
+    def empty(max_rows: int, cols: int, mode: str = "int8") -> Activations:
+        """Zeroed buffers."""
+        blocks, groups, size = -(-max_rows // 16), cols // GROUP, 2 * X_BYTES if mode == "fp32" else X_BYTES
+        values = aligned_zeros(blocks * 16 * groups * size).reshape(blocks, groups, 16, size)
+        values[:] = 0
+        scales = aligned_zeros(blocks * groups * SCALES_BYTES).view(np.float32).reshape(blocks, groups, 2, 16)
+        scales[:] = 0
+        return Activations(cols, values, scales)
