@@ -18,7 +18,7 @@ from kvledger.kernels import packed as pk
 from kvledger.kernels.attention_loops import SPAN
 from kvledger.kernels.ceilings import measure_ceilings
 from kvledger.kernels.isa import ISA
-from kvledger.kernels.kv_pages import AttentionShape
+from kvledger.kernels.kv_pages import AttentionShape, query_size
 from kvledger.kernels.team import Team, empty_program
 
 SHAPES = [(3072, 576), (576, 1536), (4096, 4096)]  # outputs, inputs: SmolLM2-135M's gate and up, its down; an 8 B model
@@ -79,7 +79,7 @@ def attention(team: Team, sequences: int, new: int, context_tokens: int, found: 
     shape = AttentionShape(heads, kv_heads, dim, block, kv_heads * block * dim * 4, 0, 0)
     rows, ratio = sequences * new, heads // kv_heads
     pool = pk.aligned_zeros(blocks * shape.page_bytes + (1 << 16))
-    q = np.zeros((kv_heads * rows * ratio + 16, shape.padded_dim), np.uint16)
+    q = np.zeros((kv_heads * rows * ratio + 16, shape.padded_dim), np.float32 if query_size(2) == 4 else np.uint16)
     out = np.zeros((rows, heads, dim), np.float32)
     segments = np.array([(i * new, new, context_tokens, 0) for i in range(sequences)], np.int64)
     spans = lambda last: -(-last // SPAN)  # noqa: E731

@@ -174,7 +174,7 @@ def test_embedding_is_exact(team, bits, wide):
 def attend(team, qkv, shape, starts, angles, pool, num_blocks, tables, split=False):
     """Write keys and values of `qkv` [rows, heads + 2 KV heads, dim] and attend. `starts`: (first row, position)."""
     rows, max_rows = len(qkv), 64
-    q_type = np.float32 if shape.size == 4 else np.uint16
+    q_type = np.float32 if kv_pages.query_size(shape.size) == 4 else np.uint16
     q = np.zeros((shape.kv_heads * max_rows * shape.ratio + 16, shape.padded_dim), q_type)
     out = np.zeros((rows, shape.heads, shape.dim), np.float32)
     source = np.ascontiguousarray(qkv, np.float32)

@@ -24,14 +24,14 @@ from kvledger.kernels.attention_loops import (
     SPLIT_ROWS,
     TILE_SHAPES,
     all_mixes,
-    all_mixes_f32,
+    all_mixes_wide,
     all_scores,
-    all_scores_f32,
+    all_scores_wide,
 )
 from kvledger.kernels.elementwise import NUM_BLOCKS, POOL, TABLE_STRIDE, TABLES, tanh
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel, inline
-from kvledger.kernels.kv_pages import KINDS, LATENT, AttentionShape, stage_keys, stage_latent, stage_values
+from kvledger.kernels.kv_pages import KINDS, LATENT, AttentionShape, query_size, stage_keys, stage_latent, stage_values
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
@@ -128,7 +128,8 @@ def keep_row(to, best, total, part, dim):  # type: ignore[no-untyped-def]
 # names bound per variant
 scores_of: Any = None
 mixes_of: Any = None
-SIZE = 2  # bytes of a number in the form that is computed with
+SIZE = 2  # bytes of a key's or value's number in the form that is computed with
+Q_SIZE = 2  # of a query's number and of a weight
 IS_STAGED = False
 
 
@@ -170,7 +171,7 @@ def _attention(op: int, ctx: int, thread: int) -> None:
     """
     q, out, slot, page = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
     table, heads, ratio = simd.get_i64(op + 40), simd.get_i64(op + 48), simd.get_i64(op + 56)
-    dim, ldq, block = simd.get_i64(op + 64), simd.get_i64(op + 72) * SIZE, simd.get_i64(op + 80)
+    dim, ldq, block = simd.get_i64(op + 64), simd.get_i64(op + 72) * Q_SIZE, simd.get_i64(op + 80)
     window, cap = simd.get_i64(op + 88), simd.as_f32(simd.get_i64(op + 96))
     max_rows, kind, vdim, head_bytes = (
         simd.get_i64(op + 104), simd.get_i64(op + 120), simd.get_i64(op + 128), simd.get_i64(op + 136))  # fmt: skip
@@ -181,7 +182,7 @@ def _attention(op: int, ctx: int, thread: int) -> None:
     partials = simd.get_i64(ctx + 8 * PARTIALS)
     scores = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     p = scores + MAX_ROWS * SPAN * 4
-    keys = p + MAX_ROWS * SPAN * SIZE
+    keys = p + MAX_ROWS * SPAN * Q_SIZE
     values = keys + 128
     state = values + 128  # (max, sum) per row
     total = state + MAX_ROWS * 8
@@ -221,10 +222,10 @@ def _attention(op: int, ctx: int, thread: int) -> None:
                 low = max(0, seen - window - start) if window > 0 else 0
                 at = scores + r * SPAN * 4
                 best, weight = softmax_row(
-                    at, p + r * SPAN * SIZE, first, tiles, low, seen - start, cap, scales, SIZE)  # fmt: skip
+                    at, p + r * SPAN * Q_SIZE, first, tiles, low, seen - start, cap, scales, Q_SIZE)  # fmt: skip
                 simd.put_f32(at, best)  # the row's scores have served
                 simd.put_f32(at + 4, weight)
-            mixes_of(p + first * 16 * SIZE, values + first * 8, tiles - first, vdim, rows, part)
+            mixes_of(p + first * 16 * Q_SIZE, values + first * 8, tiles - first, vdim, rows, part)
             for r in range(rows):
                 best, weight = simd.get_f32(scores + r * SPAN * 4), simd.get_f32(scores + r * SPAN * 4 + 4)
                 if partial < 0:
@@ -267,9 +268,9 @@ def _merge(op: int, ctx: int, thread: int) -> None:
 
 
 def _variant(name: str, size: int, *, is_staged: bool) -> Kernel:
-    inner = (all_scores_f32, all_mixes_f32) if size == 4 else (all_scores, all_mixes)
-    bound = {"scores_of": inner[0], "mixes_of": inner[1], "SIZE": size, "IS_STAGED": is_staged}
-    return Kernel(f"attention_{name}", _attention, **bound, HAS_AMX=ISA.amx and size == 2)
+    inner = (all_scores, all_mixes) if query_size(size) == 2 else (all_scores_wide[size], all_mixes_wide[size])
+    bound = {"scores_of": inner[0], "mixes_of": inner[1], "SIZE": size, "Q_SIZE": query_size(size)}
+    return Kernel(f"attention_{name}", _attention, **bound, IS_STAGED=is_staged, HAS_AMX=ISA.amx and size == 2)
 
 
 KERNELS = {
@@ -283,7 +284,7 @@ MERGE = Kernel("attention_merge", _merge)
 
 def scratch_bytes(dim: int, value_dim: int, size: int = 2) -> int:
     """Per thread: scores, weights, addresses, two outputs of a unit, and a span brought into form with its scales."""
-    unit = MAX_ROWS * (SPAN * (4 + size) + 8 + value_dim * 8)
+    unit = MAX_ROWS * (SPAN * (4 + query_size(size)) + 8 + value_dim * 8)
     return unit + 512 + SPAN * ((dim + value_dim) * size + 8)
 
 

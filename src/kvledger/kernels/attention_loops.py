@@ -13,7 +13,7 @@ from numba.core import types
 from kvledger.kernels import simd
 from kvledger.kernels.emit import F32, I32, I64, VF32, VI32, Emit, Val
 from kvledger.kernels.isa import ISA
-from kvledger.kernels.jit import inline
+from kvledger.kernels.jit import inline, rebound
 from kvledger.kernels.simd import emitted
 
 SPAN = 256  # keys per span
@@ -55,33 +55,46 @@ def _mix_rows(rows: int, width: int) -> Any:
     return emitted(types.void, [types.int64] * 7, emit)
 
 
-def _scores_rows_f32(rows: int) -> Any:
-    """As `_scores_rows` in float32: keys as [D][16], `dim` channels."""
+def _two_keys(e: Emit, keys: Val, pair: Val, size: int) -> list[Val]:
+    """Channels 2·pair and 2·pair + 1 of 16 keys in float32, from keys of `size` bytes."""
+    if size == 4:
+        return [e.load(VF32, keys + pair * 128, 64 * i) for i in range(2)]
+    both = e.load(VI32, keys + pair * 64)
+    return [e.bitcast(both << 16, VF32), e.bitcast(both & -65536, VF32)]
 
-    def emit(e: Emit, q: Val, ldq: Val, keys: Val, dim: Val, out: Val) -> None:
+
+def _scores_wide(rows: int, size: int) -> Any:
+    """As `_scores_rows` with queries and sums in float32, where the CPU has no dot products of bfloat16."""
+
+    def emit(e: Emit, q: Val, ldq: Val, keys: Val, pairs: Val, out: Val) -> None:
         sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
-        with e.loop(dim) as d:
-            k = e.load(VF32, keys + d * 64)
-            for r in range(rows):
-                sums[r].set(e.fma(k, e.load_splat(F32, q + ldq * r + d * 4), sums[r].get()))
+        with e.loop(pairs) as p:
+            for i, k in enumerate(_two_keys(e, keys, p, size)):
+                for r in range(rows):
+                    sums[r].set(e.fma(k, e.load_splat(F32, q + ldq * r + p * 8, i * 4), sums[r].get()))
         for r in range(rows):
             e.store(sums[r].get(), out, r * SPAN * 4)
 
     return emitted(types.void, [types.int64] * 5, emit)
 
 
-def _mix_rows_f32(rows: int) -> Any:
-    """out[rows, 16] = P · V in float32 over tiles of [16 keys][D]."""
+def _mix_wide(rows: int, size: int) -> Any:
+    """out[rows, 16] = P · V with weights in float32, over tiles of 16 keys whose values have `size` bytes."""
 
     def emit(e: Emit, p: Val, addresses: Val, tiles: Val, offset: Val, ldv: Val, out: Val, ldo: Val) -> None:
         sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
         with e.loop(tiles) as t:
             values = e.load(I64, addresses + t * 8) + offset
-            for key in range(16):
-                v = e.load(VF32, values + ldv * key)
-                for r in range(rows):
-                    weight = e.load_splat(F32, p + t * 64, r * SPAN * 4 + key * 4)
-                    sums[r].set(e.fma(v, weight, sums[r].get()))
+            for pair in range(8):
+                if size == 4:
+                    two = [e.load(VF32, values + ldv * (2 * pair + i)) for i in range(2)]
+                else:
+                    both = e.load(VI32, values + ldv * pair)
+                    two = [e.bitcast(both << 16, VF32), e.bitcast(both & -65536, VF32)]
+                for i, v in enumerate(two):
+                    for r in range(rows):
+                        weight = e.load_splat(F32, p + t * 64, r * SPAN * 4 + (2 * pair + i) * 4)
+                        sums[r].set(e.fma(v, weight, sums[r].get()))
         for r in range(rows):
             e.store(sums[r].get(), out + ldo * r)
 
@@ -134,7 +147,6 @@ else:
     scores_amx = emitted(types.void, [types.int64] * 5, lambda e, *args: None)
     mix_amx4 = mix_amx1 = emitted(types.void, [types.int64] * 7, lambda e, *args: None)
 scores8, scores4, scores1 = _scores_rows(8), _scores_rows(4), _scores_rows(1)
-scores4_f32, scores1_f32, mix4_f32, mix1_f32 = *map(_scores_rows_f32, (4, 1)), *map(_mix_rows_f32, (4, 1))
 mix4x4, mix4x1, mix1x4, mix1x1 = _mix_rows(4, 4), _mix_rows(4, 1), _mix_rows(1, 4), _mix_rows(1, 1)
 
 
@@ -181,26 +193,56 @@ def all_scores(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ign
             r += 1
 
 
-@inline
-def all_scores_f32(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
-    """As `all_scores`."""
+# names bound per size of keys and values
+wide4: Any = None
+wide3: Any = None
+wide2: Any = None
+wide1: Any = None
+SIZE = 2
+
+
+def _all_scores_wide(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
+    """As `all_scores`, queries in float32."""
     for t in range(first, tiles):
-        address = simd.get_i64(keys + 8 * t)
-        for r in range(0, rows // 4 * 4, 4):
-            scores4_f32(q + r * ldq, ldq, address, dim, out + (r * SPAN + t * 16) * 4)
-        for r in range(rows // 4 * 4, rows):
-            scores1_f32(q + r * ldq, ldq, address, dim, out + (r * SPAN + t * 16) * 4)
+        address, to = simd.get_i64(keys + 8 * t), out + t * 64
+        if SIZE == 2 and rows <= SPLIT_ROWS:
+            ask_ahead(keys, values, first, t, tiles, dim)
+        r = 0
+        while rows - r >= 4:
+            wide4(q + r * ldq, ldq, address, dim // 2, to + r * SPAN * 4)
+            r += 4
+        if rows - r == 3:
+            wide3(q + r * ldq, ldq, address, dim // 2, to + r * SPAN * 4)
+        elif rows - r == 2:
+            wide2(q + r * ldq, ldq, address, dim // 2, to + r * SPAN * 4)
+        elif rows - r == 1:
+            wide1(q + r * ldq, ldq, address, dim // 2, to + r * SPAN * 4)
 
 
-@inline
-def all_mixes_f32(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
-    """As `all_mixes`."""
-    ldo = dim * 4
+def _all_mixes_wide(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
+    """As `all_mixes`, weights in float32."""
+    ldo, ldv = dim * 4, dim * 4
     for d in range(0, dim, 16):
-        for r in range(0, rows // 4 * 4, 4):
-            mix4_f32(p + r * SPAN * 4, values, tiles, d * 4, ldo, out + r * ldo + d * 4, ldo)
-        for r in range(rows // 4 * 4, rows):
-            mix1_f32(p + r * SPAN * 4, values, tiles, d * 4, ldo, out + r * ldo + d * 4, ldo)
+        r = 0
+        while rows - r >= 4:
+            wide4(p + r * SPAN * 4, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
+            r += 4
+        if rows - r == 3:
+            wide3(p + r * SPAN * 4, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
+        elif rows - r == 2:
+            wide2(p + r * SPAN * 4, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
+        elif rows - r == 1:
+            wide1(p + r * SPAN * 4, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
+
+
+def _bound(template: Any, make: Any, size: int) -> Any:
+    """A template over the loops of `size` bytes."""
+    loops = {f"wide{rows}": make(rows, size) for rows in (1, 2, 3, 4)}
+    return inline(rebound(template, template.__name__, SIZE=size, **loops))
+
+
+all_scores_wide = {size: _bound(_all_scores_wide, _scores_wide, size) for size in (2, 4)}
+all_mixes_wide = {size: _bound(_all_mixes_wide, _mix_wide, size) for size in (2, 4)}
 
 
 @inline

@@ -74,17 +74,21 @@ def inline(function: Callable[..., Any]) -> Any:
     return njit(inline="never", **OPTIONS)(function)
 
 
+def rebound(template: Callable[..., Any], name: str, **bindings: Any) -> FunctionType:
+    """A copy of a function with other globals; not a closure, which Numba could not cache over emitted functions."""
+    assert isinstance(template, FunctionType)
+    function = FunctionType(template.__code__, {**template.__globals__, **bindings}, name)
+    function.__qualname__ = name
+    function.__module__ = template.__module__
+    return function
+
+
 class Kernel:
     """A kernel made of a template and the inner functions bound to its global names."""
 
     def __init__(self, name: str, template: Callable[[int, int, int], None], **bindings: Any) -> None:
         self.name = name
-        assert isinstance(template, FunctionType)
-        # a copy with other globals, not a closure: Numba could not cache a closure over emitted functions
-        function = FunctionType(template.__code__, {**template.__globals__, **bindings}, name)
-        function.__qualname__ = name
-        function.__module__ = template.__module__
-        self._function = function
+        self._function = rebound(template, name, **bindings)
         self._compiled: Any = None
 
     @property

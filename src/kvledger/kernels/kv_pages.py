@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvledger.kernels import simd
+from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import inline
 
 KINDS = {"bf16": 0, "int8": 1, "fp8_e4m3": 2, "fp32": 3, "latent_bf16": 4, "latent_fp32": 5}
@@ -25,6 +26,11 @@ BF16, INT8, FP8, FP32, LATENT, LATENT_FP32 = range(6)
 _ELEMENT_BYTES = {"bf16": 2, "int8": 1, "fp8_e4m3": 1, "fp32": 4, "latent_bf16": 2, "latent_fp32": 4}
 BF16_MAX = 3.3895314e38
 FP8_MAX = 448.0
+
+
+def query_size(size: int) -> int:
+    """Bytes of a query's number beside keys of `size` bytes: float32 where bfloat16 has no dot products."""
+    return size if ISA.bf16 else 4
 
 
 @dataclass(frozen=True, slots=True)

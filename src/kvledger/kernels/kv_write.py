@@ -16,10 +16,12 @@ from kvledger.kernels.elementwise import (
     rows_chunk,
 )  # fmt: skip
 from kvledger.kernels.jit import Kernel, inline
-from kvledger.kernels.kv_pages import BF16, FP32, KINDS, AttentionShape, to_elements, write_key, write_value
+from kvledger.kernels.kv_pages import BF16, FP32, KINDS, AttentionShape, query_size, to_elements, write_key, write_value
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES, num_rows
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
+
+Q_SIZE = query_size(2)
 
 
 @inline
@@ -70,8 +72,8 @@ def _rope_write(op: int, ctx: int, thread: int) -> None:
     pool = simd.get_i64(ctx + 8 * POOL) + slot * simd.get_i64(ctx + 8 * NUM_BLOCKS) * page
     work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     elements = work + dim * 4
-    q_kind = FP32 if kind == FP32 else BF16
-    q_size = 4 if kind == FP32 else 2
+    q_size = 4 if kind == FP32 else Q_SIZE
+    q_kind = FP32 if q_size == 4 else BF16
     rows, chunk = num_rows(op, ctx), rows_chunk(op, ctx)
     width = (ratio + 2) * heads * dim * 4
     while True:

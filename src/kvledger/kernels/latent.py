@@ -19,7 +19,7 @@ from kvledger.kernels.elementwise import (
 )  # fmt: skip
 from kvledger.kernels.jit import Kernel
 from kvledger.kernels.kv_pages import BF16, FP32, KINDS, LATENT_FP32, AttentionShape, to_elements, write_key
-from kvledger.kernels.kv_write import rotate
+from kvledger.kernels.kv_write import Q_SIZE, rotate
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES, num_rows
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
@@ -43,8 +43,8 @@ def _latent_write(op: int, ctx: int, thread: int) -> None:
     work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     dim = latent + rope
     elements = work + dim * 4
-    is_wide = kind == LATENT_FP32
-    q_kind, q_size = (FP32, 4) if is_wide else (BF16, 2)
+    q_size = 4 if kind == LATENT_FP32 else Q_SIZE
+    q_kind = FP32 if q_size == 4 else BF16
     rows, chunk = num_rows(op, ctx), rows_chunk(op, ctx)
     while True:
         first = next_item(op) * chunk

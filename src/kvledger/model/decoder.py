@@ -15,7 +15,7 @@ from kvledger.errors import UnsupportedModel
 from kvledger.kernels import attention as att
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import kv_write
-from kvledger.kernels.kv_pages import KINDS, AttentionShape
+from kvledger.kernels.kv_pages import KINDS, AttentionShape, query_size
 from kvledger.kernels.team import empty_program
 from kvledger.model.experts import Experts, add_experts
 from kvledger.model.latent import Latent, LatentBuffers, add_latent_attention
@@ -97,7 +97,7 @@ class _Builder:
         self.angles = {rope: rope.angles(num_positions) for rope in set(d.ropes)}
         self.kind = _kind(layout)
         self.is_wide = self.kind.endswith("fp32")
-        q_type = np.float32 if self.is_wide else np.uint16
+        q_type = np.float32 if query_size(4 if self.is_wide else 2) == 4 else np.uint16
         self.q = np.zeros((MAX_ROWS * d.heads + 16, -(-d.head_dim // 32) * 32), q_type)
         rows = self.ops.rows
         self.x, self.y = rows(d.hidden), rows(d.hidden)
