@@ -53,7 +53,7 @@ def product(team: Team, outputs: int, inputs: int, rows: int, mode: str, found: 
                         for _ in range(COPIES_BYTES // first.data.nbytes)]  # fmt: skip
     x, y = pk.Activations.empty(rows, inputs), np.zeros((-(-rows // 16) * 16, outputs), np.float32)
     bias = np.zeros(outputs, np.float32)
-    ctx, keep = context(team, rows, amx.scratch_bytes(first))
+    ctx, keep = context(team, rows, max(mm.PANEL_BYTES, amx.scratch_bytes(first)))
     place = (y.ctypes.data, outputs * 4)
     if mode == "bf16":
         programs = [empty_program([amx.matmul(x, w, *place, bias, add=False)]) for w in copies]

@@ -7,14 +7,15 @@ float32, so the number of rows cannot change a bit of any of them. The AMX path,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from kvledger.kernels import simd
 from kvledger.kernels.isa import ISA
-from kvledger.kernels.jit import Kernel, inline
-from kvledger.kernels.matmul_loops import PARTS, halves_loop, terms_loop
+from kvledger.kernels.jit import Kernel, inline, rebound
+from kvledger.kernels.matmul_loops import PARTS, halves_loop, panel_bytes, panel_loop, terms_loop, unpack_loop
 from kvledger.kernels.packed import (
     SCALES_BYTES,
     TERM_BITS,
@@ -49,7 +50,50 @@ MANY = 8  # rows that `rows_many` takes: 8, or 4 where registers are few
 rows4: Any = None
 rows2: Any = None
 rows1: Any = None
+unpack: Any = None
+from_packed: Any = None
+from_panel: Any = None
+multiply_tile: Any = None
 STRIDE = 0  # bytes of a tile's group
+CHUNK = 0  # groups unpacked to a panel
+
+PANEL_BYTES = 16 << 10  # half of an L1 cache
+PANEL_ROWS = 12  # from here on a panel is read often enough to be worth its making
+
+
+def _all_rows(x, xs, w, bias, y, ldy, rows, first, groups, count, shift, origin):  # type: ignore[no-untyped-def]
+    """Groups [first, first + count) of all rows for one tile, whose weights of these groups are at w."""
+    for r0 in range(0, rows, 16):
+        at = r0 // 16 * groups + first
+        xr, sr, yr = x + at * 1024, xs + at * SCALES_BYTES, y + r0 * ldy
+        r, end = 0, min(16, rows - r0)
+        while end - r >= MANY:
+            rows_many(xr + r * X_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
+            r += MANY
+        if MANY > 4 and end - r >= 4:
+            rows4(xr + r * X_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
+            r += 4
+        if end - r >= 2:
+            rows2(xr + r * X_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
+            r += 2
+        if end - r >= 1:
+            rows1(xr + r * X_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
+
+
+def _direct(x, xs, w, bias, y, ldy, rows, groups, shift, add, panel):  # type: ignore[no-untyped-def]
+    """One tile from packed weights."""
+    from_packed(x, xs, w, bias, y, ldy, rows, 0, groups, groups, shift, add)
+
+
+def _by_panels(x, xs, w, bias, y, ldy, rows, groups, shift, add, panel):  # type: ignore[no-untyped-def]
+    """One tile; many rows read its weights unpacked, some groups at a time, and go on from the sums in y."""
+    if rows < PANEL_ROWS:
+        from_packed(x, xs, w, bias, y, ldy, rows, 0, groups, groups, shift, add)
+        return
+    for first in range(0, groups, CHUNK):
+        count = min(CHUNK, groups - first)
+        unpack(w + first * STRIDE, panel, count)
+        from_panel(x, xs, panel, bias, y, ldy, rows, first, groups, count, shift, add if first == 0 else 2)
 
 
 def _matmul(op: int, ctx: int, thread: int) -> None:
@@ -58,6 +102,7 @@ def _matmul(op: int, ctx: int, thread: int) -> None:
     w, bias, y = simd.get_i64(op + 24), simd.get_i64(op + 32), simd.get_i64(op + 40)
     num_tiles, groups, ldy = simd.get_i64(op + 48), simd.get_i64(op + 56), simd.get_i64(op + 64)
     shift, add = simd.get_i64(op + 72), simd.get_i64(op + 80)
+    panel = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     rows = num_rows(op, ctx)
     share = simd.get_i64(ctx + 8 * NUM_THREADS) * (8 if rows > 4 else 2)
     chunk = (num_tiles + share - 1) // share
@@ -66,31 +111,31 @@ def _matmul(op: int, ctx: int, thread: int) -> None:
         if first >= num_tiles:
             break
         for t in range(first, min(first + chunk, num_tiles)):
-            wt, bt, yt = w + t * groups * STRIDE, bias + t * 64, y + t * 64
-            for r0 in range(0, rows, 16):
-                xr, sr, yr = x + r0 // 16 * groups * 1024, xs + r0 // 16 * groups * SCALES_BYTES, yt + r0 * ldy
-                r, end = 0, min(16, rows - r0)
-                while end - r >= MANY:
-                    rows_many(xr + r * X_BYTES, sr + r * 4, wt, bt, yr + r * ldy, ldy, groups, shift, add)
-                    r += MANY
-                if MANY > 4 and end - r >= 4:
-                    rows4(xr + r * X_BYTES, sr + r * 4, wt, bt, yr + r * ldy, ldy, groups, shift, add)
-                    r += 4
-                if end - r >= 2:
-                    rows2(xr + r * X_BYTES, sr + r * 4, wt, bt, yr + r * ldy, ldy, groups, shift, add)
-                    r += 2
-                if end - r >= 1:
-                    rows1(xr + r * X_BYTES, sr + r * 4, wt, bt, yr + r * ldy, ldy, groups, shift, add)
+            tile = w + t * groups * STRIDE
+            multiply_tile(x, xs, tile, bias + t * 64, y + t * 64, ldy, rows, groups, shift, add, panel)
+
+
+def _rows_of(loop: Callable[[int], Any], most: int) -> Any:
+    """`_all_rows` over a loop for one, two, four (and eight) rows."""
+    loops = {rows: loop(rows) for rows in (1, 2, 4, 8) if rows <= most}
+    bound = {f"rows{rows}": each for rows, each in loops.items()}
+    return inline(rebound(_all_rows, "_all_rows", **bound, rows_many=loops[most], MANY=most))
 
 
 def _variant(bits: int, wide: bool, mode: str) -> Kernel:
+    stride, is_pairs = group_bytes(bits, wide), mode == "int16"
     if ISA.vnni:
-        loops = {r: terms_loop(bits, wide, 1 if mode == "int8" else 2, r) for r in (1, 2, 4, 8)}
+        packed = _rows_of(lambda rows: terms_loop(bits, wide, 1 if mode == "int8" else 2, rows), 8)
+        tile = rebound(_direct, "_direct", from_packed=packed)
     else:
-        loops = {r: halves_loop(bits, wide, mode == "int16", r) for r in (1, 2, 4)}
-    many, bound = max(loops), {f"rows{r}": loop for r, loop in loops.items()}
+        packed = _rows_of(lambda rows: halves_loop(bits, wide, is_pairs, rows), 4)
+        panel = _rows_of(lambda rows: panel_loop(is_pairs, rows), 4)
+        tile = rebound(
+            _by_panels, "_by_panels", from_packed=packed, from_panel=panel, unpack=unpack_loop(bits, wide, is_pairs),
+            STRIDE=stride, CHUNK=PANEL_BYTES // panel_bytes(is_pairs),
+        )  # fmt: skip
     name = f"matmul_q{bits}{'f' if wide else ''}_{mode}"
-    return Kernel(name, _matmul, **bound, rows_many=loops[many], MANY=many, STRIDE=group_bytes(bits, wide))
+    return Kernel(name, _matmul, multiply_tile=inline(tile), STRIDE=stride)
 
 
 KERNELS: dict[tuple[int, bool, str], Kernel] = {

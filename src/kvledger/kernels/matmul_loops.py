@@ -41,19 +41,6 @@ def weight_quads(e: Emit, bits: int, group: Val, lanes: int = TILE) -> Iterator[
         yield 2 * pair + 1, (both >> 4) & 0x0F0F0F0F
 
 
-def weight_pairs(e: Emit, bits: int, part: Val) -> Iterator[tuple[int, list[Val]]]:
-    """Yields (place, two halves of 8 outputs × 2 weights as int16) for four pairs in ORDER: a quarter of a group."""
-    words = vec(I32, HALF)
-    if bits == 4:
-        both = [e.load(words, part, 32 * h) for h in range(2)]
-        for i in range(4):
-            yield i, [(v >> 4 * i if i else v) & 0x000F000F for v in both]
-    else:
-        quads = [[e.load(words, part, 64 * q + 32 * h) for h in range(2)] for q in range(2)]
-        for i in range(4):
-            yield i, [(v >> 8 if i > 1 else v) & 0x00FF00FF for v in quads[i % 2]]
-
-
 def store_sums(e: Emit, sums: list[Any], y: Val, ldy: Val, add: Val) -> None:
     """y = sums, or y += sums."""
     for r, total in enumerate(sums):
@@ -105,54 +92,142 @@ def terms_loop(bits: int, wide: bool, terms: int, rows: int) -> Any:
     return emitted(types.void, [types.int64] * 9, emit)
 
 
-def _pair_dots(e: Emit, bits: int, rows: int, group: Val, x: Val, parts: Val) -> list[list[Val]]:
-    """A group's dot products [row][half] from 16-bit pairs. `parts` is PARTS, hidden from LLVM: it would unroll."""
-    kind = vec(I32, HALF)
-    dots = [[e.var(e.const(kind, 0)) for _ in range(2)] for _ in range(rows)]
-    with e.loop(parts) as p:
-        for place, halves in weight_pairs(e, bits, group + p * (64 * bits // 4)):
-            for r in range(rows):
-                pair = e.load_splat(I32, x + p * 16, r * X_BYTES + place * 4, HALF)
-                for dot, u in zip(dots[r], halves, strict=True):
-                    dot.set(e.dot_i16(dot.get(), u, pair))
-    return [[dot.get() for dot in row] for row in dots]
+def _start(e: Emit, rows: int, bias: Val, y: Val, ldy: Val, origin: Val) -> list[list[Any]]:
+    """Sums [row][half] that begin at `bias`, at y + bias (`origin` 1) or at y (2)."""
+    kind = vec(F32, HALF)
+    sums = [[e.var(e.load(kind, bias, 32 * h)) for h in range(2)] for _ in range(rows)]
+    with e.b.if_then(e.b.icmp_signed("!=", origin.v, e.i64(0).v)):
+        is_new = e.b.icmp_signed("==", origin.v, e.i64(1).v)
+        for r, row in enumerate(sums):
+            for h, total in enumerate(row):
+                there = e.load(kind, y + ldy * r, 32 * h)
+                total.set(Val(e, e.b.select(is_new, (there + total.get()).v, there.v)))
+    return sums
 
 
-def _byte_dots(e: Emit, bits: int, rows: int, group: Val, x: Val, parts: Val) -> list[list[Val]]:
-    """As `_pair_dots` from 4-bit weights and one 8-bit term."""
-    kind, words = vec(I16, 2 * HALF), vec(I32, HALF)
+def _store(e: Emit, sums: list[list[Any]], y: Val, ldy: Val) -> None:
+    for r, row in enumerate(sums):
+        for h, total in enumerate(row):
+            e.store(total.get(), y + ldy * r, 32 * h)
+
+
+Halves = Callable[[int], list[Val]]  # number within a part → two halves of 8 outputs
+
+
+def _dots(e: Emit, is_pairs: bool, rows: int, x: Val, parts: Val, weights: Callable[[Val], Halves]) -> list[list[Val]]:
+    """A group's dot products [row][half]. `parts` is PARTS, hidden from LLVM: it would unroll the loop and spill."""
+    words, kind = vec(I32, HALF), vec(I32, HALF) if is_pairs else vec(I16, 2 * HALF)
+    count, dot_of = (4, e.dot_i16) if is_pairs else (2, e.dot_u8s8_i16)
     dots = [[e.var(e.const(kind, 0)) for _ in range(2)] for _ in range(rows)]
     with e.loop(parts) as p:
-        both = [e.load(words, group + p * 64, 32 * h) for h in range(2)]
-        for quad in range(2):
-            halves = [(v >> 4 if quad else v) & 0x0F0F0F0F for v in both]
+        at, halves = x + p * (4 * count), weights(p)
+        for i in range(count):
+            two = halves(i)
             for r in range(rows):
-                four = e.load_splat(I32, x + p * 8, r * X_BYTES + quad * 4, HALF)
-                for dot, u in zip(dots[r], halves, strict=True):
-                    dot.set(e.dot_u8s8_i16(dot.get(), u, four))
+                word = e.load_splat(I32, at, r * X_BYTES + i * 4, HALF)
+                for dot, u in zip(dots[r], two, strict=True):
+                    dot.set(dot_of(dot.get(), u, word))
+    if is_pairs:
+        return [[dot.get() for dot in row] for row in dots]
     zero, ones = e.const(words, 0), e.bitcast(e.const(kind, 1), words)
     return [[e.dot_i16(zero, e.bitcast(dot.get(), words), ones) for dot in row] for row in dots]
+
+
+def _packed(e: Emit, bits: int, is_pairs: bool, group: Val) -> Callable[[Val], Halves]:
+    """Weights as `dots` takes them, from packed ones: bytes, or pairs in ORDER."""
+    words, shorts = vec(I32, HALF), vec(I16, 2 * HALF)
+
+    def part(p: Val) -> Halves:
+        at = group + p * (64 * bits // 4)
+        raw = [[e.load(words, at, 64 * q + 32 * h) for h in range(2)] for q in range(bits // 4)]
+        if not is_pairs:
+            return lambda i: [(v >> 4 if i else v) & 0x0F0F0F0F for v in raw[0]]
+        shift, mask = (4, 0x000F000F) if bits == 4 else (8, 0x00FF00FF)
+
+        def pairs(i: int) -> list[Val]:
+            step = i if bits == 4 else i // 2
+            source = raw[0] if bits == 4 else raw[i % 2]
+            if step == 16 // shift - 1:  # the uppermost bits: nothing to mask
+                return [e.bitcast(e.bitcast(v, shorts) >> (16 - shift), words) for v in source]
+            return [(v >> shift * step if step else v) & mask for v in source]
+
+        return pairs
+
+    return part
 
 
 def halves_loop(bits: int, wide: bool, is_pairs: bool, rows: int) -> Any:
     """As `terms_loop` in vectors of eight outputs; activations as 16-bit pairs or, with AVX2, one 8-bit term."""
     size, weights = group_bytes(bits, wide), TILE * GROUP * bits // 8
-    scales, dots_of = scale_loader(wide, HALF), _pair_dots if is_pairs else _byte_dots
-    scale_bytes = 4 if wide else 2
+    scales, scale_bytes = scale_loader(wide, HALF), 4 if wide else 2
 
     def emit(e: Emit, x: Val, xs: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, parts: Val,
-             add: Val) -> None:  # fmt: skip
-        sums = [[e.var(e.load(vec(F32, HALF), bias, 32 * h)) for h in range(2)] for _ in range(rows)]
+             origin: Val) -> None:  # fmt: skip
+        sums = _start(e, rows, bias, y, ldy, origin)
         with e.loop(groups) as g:
             group = w + g * size
             for line in range(0, size, 64):
                 e.prefetch(group, PREFETCH_BYTES + line)
-            dots = dots_of(e, bits, rows, group, x + g * 1024, parts)
+            dots = _dots(e, is_pairs, rows, x + g * 1024, parts, _packed(e, bits, is_pairs, group))
             for h in range(2):
                 d, m = (scales(e, group, at + HALF * scale_bytes * h) for at in (weights, (size + weights) // 2))
                 for r in range(rows):
                     _scaled(e, sums[r][h], dots[r][h], d, m, xs + g * SCALES_BYTES, r)
-        for h in range(2):
-            store_sums(e, [row[h] for row in sums], y + 32 * h, ldy, add)
+        _store(e, sums, y, ldy)
+
+    return emitted(types.void, [types.int64] * 9, emit)
+
+
+# ---------------------------------------------------------------------------------------------- panels
+
+
+def panel_bytes(is_pairs: bool) -> int:
+    """Bytes of a tile's group unpacked: its weights as `_dots` takes them, then scales and minima in float32."""
+    return TILE * GROUP * (2 if is_pairs else 1) + 2 * TILE * 4
+
+
+def unpack_loop(bits: int, wide: bool, is_pairs: bool) -> Any:
+    """Unpack `groups` groups of a tile to a panel, for many rows to read."""
+    size, weights = group_bytes(bits, wide), TILE * GROUP * bits // 8
+    scales, count, end = scale_loader(wide), 4 if is_pairs else 2, panel_bytes(is_pairs) - 2 * TILE * 4
+
+    def emit(e: Emit, w: Val, panel: Val, groups: Val) -> None:
+        with e.loop(groups) as g:
+            group, to = w + g * size, panel + g * panel_bytes(is_pairs)
+            for line in range(0, size, 64):
+                e.prefetch(group, PREFETCH_BYTES + line)
+            part = _packed(e, bits, is_pairs, group)
+            for p in range(PARTS):
+                halves = part(e.i64(p))
+                for i in range(count):
+                    for h, half in enumerate(halves(i)):
+                        e.store(half, to, ((p * count + i) * 2 + h) * 32)
+            for i, at in enumerate((weights, (size + weights) // 2)):
+                e.store(scales(e, group, at), to, end + i * 64)
+
+    return emitted(types.void, [types.int64] * 3, emit)
+
+
+def panel_loop(is_pairs: bool, rows: int) -> Any:
+    """As `halves_loop` from a panel."""
+    size, count = panel_bytes(is_pairs), 4 if is_pairs else 2
+    end, words, floats = size - 2 * TILE * 4, vec(I32, HALF), vec(F32, HALF)
+
+    def emit(e: Emit, x: Val, xs: Val, panel: Val, bias: Val, y: Val, ldy: Val, groups: Val, parts: Val,
+             origin: Val) -> None:  # fmt: skip
+        sums = _start(e, rows, bias, y, ldy, origin)
+        with e.loop(groups) as g:
+            group = panel + g * size
+
+            def part(p: Val) -> Halves:
+                at = group + p * (64 * count)
+                return lambda i: [e.load(words, at, (2 * i + h) * 32) for h in range(2)]
+
+            dots = _dots(e, is_pairs, rows, x + g * 1024, parts, part)
+            for h in range(2):
+                d, m = (e.load(floats, group, end + 64 * i + 32 * h) for i in range(2))
+                for r in range(rows):
+                    _scaled(e, sums[r][h], dots[r][h], d, m, xs + g * SCALES_BYTES, r)
+        _store(e, sums, y, ldy)
 
     return emitted(types.void, [types.int64] * 9, emit)

@@ -13,10 +13,12 @@ from kvledger.kernels import matmul as mm
 from kvledger.kernels import matmul_amx as amx
 from kvledger.kernels import matmul_f32 as f32
 from kvledger.kernels import packed as pk
+from kvledger.kernels.isa import ISA
 from kvledger.model.packing import Tensor, dense, pack_matrices
 
 Array = np.ndarray[Any, Any]
-MAX_ROWS = 256  # tokens that go through the program at once: their activations stay in the L2 cache
+# Tokens that go through the program at once: their activations stay in the L2 cache, smaller where vectors are.
+MAX_ROWS = 256 if ISA.vnni else 128
 
 
 class Weights:
@@ -26,7 +28,7 @@ class Weights:
         self._tensors, self._progress, self.exact = tensors, progress, exact
         self.keep: list[object] = []
         self.bytes = 0
-        self.scratch = 0
+        self.scratch = mm.PANEL_BYTES
         self._done = 0
 
     def find(self, name: str) -> Tensor:
