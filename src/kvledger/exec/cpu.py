@@ -33,7 +33,12 @@ from kvledger.spec.model import ModelSpec
 from kvledger.weights.open import WeightsFile, open_weights
 
 Array = np.ndarray[Any, Any]
-MODES = {"auto": "bf16" if ISA.amx else "int12", "int8": "int8", "int8x2": "int8x2", "fp32": "fp32"}
+MODES = {
+    "auto": "bf16" if ISA.amx else "int12" if ISA.vnni else "mixed",
+    "int8": "int8",
+    "int8x2": "int8x2",
+    "fp32": "fp32",
+}
 _PAD_BYTES = 1 << 16  # kernels may read, never write, a little past the last page
 
 

@@ -28,11 +28,14 @@ MAX_LEVEL = {"int8": 127, "int12": 127 * 16 + 7, "int8x2": 127 * 128 + 63, "int1
 ORDER = [8 * p + k for p in range(4) for k in (0, 2, 4, 6, 1, 3, 5, 7)]
 
 
-def integer_mode(mode: str, bits: int) -> str:
-    """`int8`, `int12` or `int8x2` as this CPU multiplies it best by weights of `bits` bits.
+def integer_mode(mode: str, bits: int, *, fine: bool = False) -> str:
+    """`int8`, `int12`, `int8x2` or `mixed` as this CPU multiplies it best by weights of `bits` bits.
 
     Without dot products of bytes (VNNI) 16-bit integers take no longer than two terms, nor than one by 8-bit weights.
+    `mixed`: 16 bits for products marked `fine`, 8 for the others.
     """
+    if mode == "mixed":
+        mode = "int16" if fine else "int8"
     if ISA.vnni or (mode == "int8" and bits == 4 and ISA.name == "avx2"):
         return mode
     return "int16"

@@ -21,7 +21,8 @@ def common_kernels(mode: str, size: int = 2, *, is_staged: bool = False) -> list
         elif mode == "fp32":
             products.append(matmul_f32.KERNELS[bits, False])
         else:
-            products.append(matmul.kernel_for(bits, False, integer_mode(mode, bits)))
+            modes = {integer_mode(mode, bits, fine=fine) for fine in (False, True)}
+            products += [matmul.kernel_for(bits, False, each) for each in sorted(modes)]
     others = [elementwise.EMBED, elementwise.NORM_QUANTISE, elementwise.GATE_QUANTISE]
     cached = [kv_write.ROPE_WRITE, attention.KERNELS[size, is_staged], attention.MERGE]
     return products + others + cached

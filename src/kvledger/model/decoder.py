@@ -162,7 +162,9 @@ class _Builder:
         if w.has(f"{p}attn_q.bias"):
             bias = w.vector(*(f"{p}attn_{n}.bias" for n in "qkv"), rows=rows)
         matrix = w.matrix(*(f"{p}attn_{n}.weight" for n in "qkv"), rows=rows)
-        self.ops.linear(self.x, matrix, self.qkv, norm=w.vector(f"{p}attn_norm.weight"), eps=d.eps, bias=bias)
+        self.ops.linear(
+            self.x, matrix, self.qkv, norm=w.vector(f"{p}attn_norm.weight"), eps=d.eps, bias=bias, fine=True
+        )
         norms = [w.vector(f"{p}attn_{n}_norm.weight") if w.has(f"{p}attn_{n}_norm.weight") else None for n in "qk"]
         source = self.qkv.ctypes.data
         self.ops.add(kv_write.rope_write(shape, source, self.q, angles, scale, MAX_ROWS, norms[0], norms[1], d.eps))

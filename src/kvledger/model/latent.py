@@ -52,7 +52,7 @@ def add_latent_attention(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, shap
     """mixed[rows, heads · value] = the layer's attention to RMSNorm(x). `p`: names' beginning."""
     norm = w.vector(f"{p}attn_norm.weight")
     order = np.concatenate([np.arange(m.dim), m.dim + halves_from_pairs(1, m.rope)])
-    ops.linear(x, w.matrix(f"{p}attn_kv_a_mqa.weight", rows=[order]), b.kv, norm=norm, eps=eps)
+    ops.linear(x, w.matrix(f"{p}attn_kv_a_mqa.weight", rows=[order]), b.kv, norm=norm, eps=eps, fine=True)
     _queries(ops, w, m, b, shape.heads, p, x, norm, eps)
     width = m.nope + m.rope
     for head, key in enumerate(_per_head(w, f"{p}attn_k_b.weight", shape.heads)):
@@ -73,11 +73,11 @@ def _queries(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, heads: int, p: s
     within = np.concatenate([np.arange(m.nope), m.nope + halves_from_pairs(1, m.rope)])
     order = (np.arange(heads)[:, None] * width + within).reshape(-1)
     if not m.query_rank:
-        ops.linear(x, w.matrix(f"{p}attn_q.weight", rows=[order]), b.queries, norm=norm, eps=eps)
+        ops.linear(x, w.matrix(f"{p}attn_q.weight", rows=[order]), b.queries, norm=norm, eps=eps, fine=True)
         return
-    ops.linear(x, w.matrix(f"{p}attn_q_a.weight"), b.low, norm=norm, eps=eps)
+    ops.linear(x, w.matrix(f"{p}attn_q_a.weight"), b.low, norm=norm, eps=eps, fine=True)
     low_norm = w.vector(f"{p}attn_q_a_norm.weight")
-    ops.linear(b.low, w.matrix(f"{p}attn_q_b.weight", rows=[order]), b.queries, norm=low_norm, eps=eps)
+    ops.linear(b.low, w.matrix(f"{p}attn_q_b.weight", rows=[order]), b.queries, norm=low_norm, eps=eps, fine=True)
 
 
 def _per_head(w: Weights, name: str, heads: int) -> list[PackedMatrix]:

@@ -85,11 +85,11 @@ class Ops:
         self.keep.append(buffer)
         return buffer
 
-    def mode_for(self, matrix: pk.PackedMatrix) -> str:
+    def mode_for(self, matrix: pk.PackedMatrix, *, fine: bool = False) -> str:
         """Unpacked weights have no integers to multiply: they need floating point on either side."""
         if self.mode in ("bf16", "fp32"):
             return "fp32" if matrix.bits == 32 else self.mode
-        return "fp32" if matrix.bits >= 16 else pk.integer_mode(self.mode, matrix.bits)
+        return "fp32" if matrix.bits >= 16 else pk.integer_mode(self.mode, matrix.bits, fine=fine)
 
     def activations(self, width: int, mode: str) -> pk.Activations:
         """The buffer for activations of this width: one for all ops, since they run one after the other."""
@@ -108,12 +108,13 @@ class Ops:
 
     def linear(self, source: Array, matrix: pk.PackedMatrix, target: Array, *, norm: Array | None = None,
                eps: float = 0.0, activation: str = "", bias: Array | None = None, add: bool = False,
-               **rows: Any) -> None:  # fmt: skip
+               fine: bool = False, **rows: Any) -> None:  # fmt: skip
         """target (+)= W · f(source) + bias, f being RMSNorm, a gated activation or nothing.
 
-        `rows`: `index` and `share` (see `elementwise.quantise`) and `count`, the address of the number of rows.
+        `fine`: a product whose errors matter most (see `integer_mode`). `rows`: `index` and `share` (see
+        `elementwise.quantise`) and `count`, the address of the number of rows.
         """
-        mode = self.mode_for(matrix)
+        mode = self.mode_for(matrix, fine=fine)
         x = self.activations(matrix.cols, mode)
         count = rows.pop("count", 0)
         if activation:
