@@ -63,42 +63,63 @@ def _two_keys(e: Emit, keys: Val, pair: Val, size: int) -> list[Val]:
     return [e.bitcast(both << 16, VF32), e.bitcast(both & -65536, VF32)]
 
 
-def _scores_wide(rows: int, size: int) -> Any:
-    """As `_scores_rows` with queries and sums in float32, where the CPU has no dot products of bfloat16."""
+def _scores_wide(rows: int, size: int, *, asks: bool = True) -> Any:
+    """As `_scores_rows` with queries and sums in float32, where the CPU has no dot products of bfloat16.
 
-    def emit(e: Emit, q: Val, ldq: Val, keys: Val, pairs: Val, out: Val) -> None:
+    `asks`: on the way a line each is asked for at two addresses, for few rows wait for memory, and many at once
+    would hold up the loads behind them.
+    """
+
+    def emit(e: Emit, q: Val, ldq: Val, keys: Val, pairs: Val, out: Val, next_keys: Val, values: Val) -> None:
         sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
         with e.loop(pairs) as p:
+            if asks:
+                e.prefetch(next_keys + p * 64, 0)
+                e.prefetch(values + p * 64, 0)
             for i, k in enumerate(_two_keys(e, keys, p, size)):
                 for r in range(rows):
                     sums[r].set(e.fma(k, e.load_splat(F32, q + ldq * r + p * 8, i * 4), sums[r].get()))
         for r in range(rows):
             e.store(sums[r].get(), out, r * SPAN * 4)
 
-    return emitted(types.void, [types.int64] * 5, emit)
+    return emitted(types.void, [types.int64] * 7, emit)
 
 
-def _mix_wide(rows: int, size: int) -> Any:
-    """out[rows, 16] = P · V with weights in float32, over tiles of 16 keys whose values have `size` bytes."""
+def _mix_wide(rows: int, size: int, width: int = 0) -> Any:
+    """out[rows, 16·width] = P · V with weights in float32, over tiles of 16 keys whose values have `size` bytes.
+
+    `width` 0: `WIDTH`. Few rows take more channels at once: enough sums that do not wait for each other, few enough
+    for the registers.
+    """
+    width = width or WIDTH[rows]
 
     def emit(e: Emit, p: Val, addresses: Val, tiles: Val, offset: Val, ldv: Val, out: Val, ldo: Val) -> None:
-        sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
+        sums = [[e.var(e.const(VF32, 0.0)) for _ in range(width)] for _ in range(rows)]
         with e.loop(tiles) as t:
             values = e.load(I64, addresses + t * 8) + offset
             for pair in range(8):
-                if size == 4:
-                    two = [e.load(VF32, values + ldv * (2 * pair + i)) for i in range(2)]
-                else:
-                    both = e.load(VI32, values + ldv * pair)
-                    two = [e.bitcast(both << 16, VF32), e.bitcast(both & -65536, VF32)]
-                for i, v in enumerate(two):
+                columns = [_two_values(e, values, ldv, pair, c, size) for c in range(width)]
+                for i in range(2):
                     for r in range(rows):
                         weight = e.load_splat(F32, p + t * 64, r * SPAN * 4 + (2 * pair + i) * 4)
-                        sums[r].set(e.fma(v, weight, sums[r].get()))
+                        for c in range(width):
+                            sums[r][c].set(e.fma(columns[c][i], weight, sums[r][c].get()))
         for r in range(rows):
-            e.store(sums[r].get(), out + ldo * r)
+            for c in range(width):
+                e.store(sums[r][c].get(), out + ldo * r, c * 64)
 
     return emitted(types.void, [types.int64] * 7, emit)
+
+
+def _two_values(e: Emit, values: Val, ldv: Val, pair: int, column: int, size: int) -> list[Val]:
+    """16 channels of the values of keys 2·pair and 2·pair + 1, in float32."""
+    if size == 4:
+        return [e.load(VF32, values + ldv * (2 * pair + i), column * 64) for i in range(2)]
+    both = e.load(VI32, values + ldv * pair, column * 64)
+    return [e.bitcast(both << 16, VF32), e.bitcast(both & -65536, VF32)]
+
+
+WIDTH = {1: 4, 2: 2, 3: 2, 4: 1}  # 16 channels of values at once, by rows
 
 
 def _scores_amx(e: Emit, q: Val, ldq: Val, keys: Val, blocks: Val, out: Val) -> None:
@@ -198,51 +219,68 @@ wide4: Any = None
 wide3: Any = None
 wide2: Any = None
 wide1: Any = None
-SIZE = 2
+narrow1: Any = None
+many4: Any = None
 
 
 def _all_scores_wide(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
     """As `all_scores`, queries in float32."""
+    pairs = dim // 2
     for t in range(first, tiles):
         address, to = simd.get_i64(keys + 8 * t), out + t * 64
-        if SIZE == 2 and rows <= SPLIT_ROWS:
-            ask_ahead(keys, values, first, t, tiles, dim)
+        following, value = simd.get_i64(keys + 8 * min(t + 2, tiles - 1)), simd.get_i64(values + 8 * t)
         r = 0
         while rows - r >= 4:
-            wide4(q + r * ldq, ldq, address, dim // 2, to + r * SPAN * 4)
+            if r > 0:
+                many4(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, 0, 0)
+            else:
+                wide4(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
             r += 4
         if rows - r == 3:
-            wide3(q + r * ldq, ldq, address, dim // 2, to + r * SPAN * 4)
+            wide3(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
         elif rows - r == 2:
-            wide2(q + r * ldq, ldq, address, dim // 2, to + r * SPAN * 4)
+            wide2(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
         elif rows - r == 1:
-            wide1(q + r * ldq, ldq, address, dim // 2, to + r * SPAN * 4)
+            wide1(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
 
 
 def _all_mixes_wide(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
     """As `all_mixes`, weights in float32."""
     ldo, ldv = dim * 4, dim * 4
+    most = rows // 4 * 4
     for d in range(0, dim, 16):
-        r = 0
-        while rows - r >= 4:
+        for r in range(0, most, 4):
             wide4(p + r * SPAN * 4, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-            r += 4
-        if rows - r == 3:
-            wide3(p + r * SPAN * 4, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-        elif rows - r == 2:
-            wide2(p + r * SPAN * 4, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-        elif rows - r == 1:
-            wide1(p + r * SPAN * 4, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
+    at, to, d = p + most * SPAN * 4, out + most * ldo, 0
+    while rows > most and d < dim:
+        if rows - most == 3 and dim - d >= 32:
+            wide3(at, values, tiles, d * 4, ldv, to + d * 4, ldo)
+            d += 32
+        elif rows - most == 2 and dim - d >= 32:
+            wide2(at, values, tiles, d * 4, ldv, to + d * 4, ldo)
+            d += 32
+        elif rows - most == 1 and dim - d >= 64:
+            wide1(at, values, tiles, d * 4, ldv, to + d * 4, ldo)
+            d += 64
+        else:
+            for r in range(rows - most):
+                narrow1(at + r * SPAN * 4, values, tiles, d * 4, ldv, to + r * ldo + d * 4, ldo)
+            d += 16
 
 
-def _bound(template: Any, make: Any, size: int) -> Any:
-    """A template over the loops of `size` bytes."""
-    loops = {f"wide{rows}": make(rows, size) for rows in (1, 2, 3, 4)}
-    return inline(rebound(template, template.__name__, SIZE=size, **loops))
+def _scores_over(size: int) -> Any:
+    loops = {f"wide{rows}": _scores_wide(rows, size) for rows in WIDTH}
+    many = _scores_wide(4, size, asks=False)
+    return inline(rebound(_all_scores_wide, "_all_scores_wide", many4=many, **loops))
 
 
-all_scores_wide = {size: _bound(_all_scores_wide, _scores_wide, size) for size in (2, 4)}
-all_mixes_wide = {size: _bound(_all_mixes_wide, _mix_wide, size) for size in (2, 4)}
+def _mixes_over(size: int) -> Any:
+    loops = {f"wide{rows}": _mix_wide(rows, size) for rows in WIDTH}
+    return inline(rebound(_all_mixes_wide, "_all_mixes_wide", narrow1=_mix_wide(1, size, 1), **loops))
+
+
+all_scores_wide = {size: _scores_over(size) for size in (2, 4)}
+all_mixes_wide = {size: _mixes_over(size) for size in (2, 4)}
 
 
 @inline
