@@ -178,6 +178,7 @@ def _pause(e: Emit, _: Val) -> None:
         e.call("llvm.x86.sse2.pause", ir.VoidType(), [])
 
 
+prefetch = emitted(types.void, [_i], lambda e, a: e.prefetch(a, 0))
 pause = emitted(types.void, [_i], _pause)
 
 

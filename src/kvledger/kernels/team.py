@@ -20,10 +20,12 @@ from numba.core import types
 from kvledger.kernels import simd
 from kvledger.kernels.jit import cached_njit, inline
 
-OP_WORDS = 28
+OP_WORDS = 30
 OP_BYTES = OP_WORDS * 8
 COUNTER = 23 * 8  # byte offset of an op's work counter
 _ENTERED, _EXPECTED, _LEFT = 24 * 8, 25 * 8, 26 * 8  # threads that work on an op; as many as must leave; that have left
+MEMORY = 27  # words of an op: the memory that it reads beside its arguments' buffers (its weights), and its bytes
+_PIECE = 1024  # bytes asked for between two looks at the other threads
 _CLOSED = 1 << 32  # added to a count of entries: whoever comes later stays out
 
 # words of the shared state, each on a cache line of its own
@@ -45,13 +47,31 @@ _sched_yield = types.ExternalFunction("sched_yield", _i32())
 
 
 @inline
-def _wait_for(left, expected):  # type: ignore[no-untyped-def]
-    """Until the number at address `left` is the one at `expected`, and that is not 0."""
+def _next_memory(op, ops_left):  # type: ignore[no-untyped-def]
+    """Address of the words of the next memory that an op after this one reads; 0: none."""
+    for i in range(1, ops_left):
+        at = op + i * OP_BYTES + MEMORY * 8
+        if simd.get_i64(at) != 0:
+            return at
+    return 0
+
+
+@inline
+def _wait_for(left, expected, memory, end, step):  # type: ignore[no-untyped-def]
+    """Until the number at address `left` is the one at `expected`, and that is not 0.
+
+    Meanwhile asks for memory from `memory` on, a piece in every `step` bytes; returns how far it came.
+    """
     spins = 0
     while True:
         target = simd.load_acquire(expected)
         if target != 0 and simd.load_acquire(left) == target:
-            return
+            return memory
+        if memory < end:
+            for line in range(0, _PIECE, 64):
+                simd.prefetch(memory + line)
+            memory += step
+            continue
         spins += 1
         simd.pause(0)
         if spins > _SPINS_BEFORE_YIELD:
@@ -67,18 +87,27 @@ def next_item(op: int) -> Any:
 @inline
 def _run_ops(state: int, thread: int) -> None:
     """Every op in turn. The first thread that finds no more items closes the op; only those inside are waited for, so
-    a thread that the system has put aside holds nobody up.
+    a thread that the system has put aside holds nobody up. Who waits asks for the weights of the next product: small
+    ops leave the memory idle, which is what limits a step of few rows.
     """
     op = simd.get_i64(state + _PROGRAM)
     ctx = simd.get_i64(state + _CTX)
-    for _ in range(simd.get_i64(state + _NUM_OPS)):
+    num_ops, step = simd.get_i64(state + _NUM_OPS), simd.get_i64(state + _NUM_THREADS) * _PIECE
+    asked, known = 0, 0  # where asking for the next weights has come to; the words that name them
+    for i in range(num_ops):
         if simd.fetch_add(op + _ENTERED, 1) < _CLOSED:
             simd.call_kernel(simd.get_i64(op), op, ctx, thread)
             entered = simd.fetch_or(op + _ENTERED, _CLOSED)
             if entered < _CLOSED:
                 simd.store_release(op + _EXPECTED, entered)
             simd.fetch_add(op + _LEFT, 1)
-        _wait_for(op + _LEFT, op + _EXPECTED)
+        words = _next_memory(op, num_ops - i)
+        end = 0
+        if words != 0:
+            end = simd.get_i64(words) + simd.get_i64(words + 8)
+            if words != known:
+                asked, known = simd.get_i64(words) + thread * _PIECE, words
+        asked = _wait_for(op + _LEFT, op + _EXPECTED, asked, end, step)
         op += OP_BYTES
 
 
@@ -169,7 +198,7 @@ class Team:
         self._finish = weakref.finalize(self, _dismiss, self._state, workers, self._buffer)
 
     def run(self, program: np.ndarray, ctx: np.ndarray) -> None:
-        """Run int64[num_ops, 28] `program` over int64 `ctx`; returns when all threads are done."""
+        """Run int64[num_ops, OP_WORDS] `program` over int64 `ctx`; returns when all threads are done."""
         _lead(self._state, program.ctypes.data, len(program), ctx.ctypes.data)
 
     def close(self) -> None:
@@ -192,7 +221,7 @@ def aligned(buffer: np.ndarray, alignment: int = 64) -> int:
 
 
 def empty_program(ops: list[list[int]]) -> Any:
-    """int64[num_ops, 28], rows padded with zeros."""
+    """int64[num_ops, OP_WORDS], rows padded with zeros."""
     program = np.zeros((len(ops), OP_WORDS), np.int64)
     for row, op in zip(program, ops, strict=True):
         row[: len(op)] = op

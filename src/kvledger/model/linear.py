@@ -14,6 +14,7 @@ from kvledger.kernels import matmul_amx as amx
 from kvledger.kernels import matmul_f32 as f32
 from kvledger.kernels import packed as pk
 from kvledger.kernels.isa import ISA
+from kvledger.kernels.team import MEMORY
 from kvledger.model.packing import Tensor, dense, pack_matrices
 
 Array = np.ndarray[Any, Any]
@@ -123,6 +124,7 @@ class Ops:
             stride = source.strides[0]
             self._counted(ew.norm_quantise(source.ctypes.data, norm, x, eps, mode, stride=stride, **rows), count)
         self._counted(self.product(x, matrix, target, mode, bias, add=add), count)
+        self.ops[-1] += [0] * (MEMORY - len(self.ops[-1])) + [matrix.data.ctypes.data, matrix.data.nbytes]
 
     def product(self, x: pk.Activations, matrix: pk.PackedMatrix, target: Array, mode: str, bias: Array | None,
                 *, add: bool) -> list[int]:  # fmt: skip
