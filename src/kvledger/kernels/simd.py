@@ -114,10 +114,6 @@ def _below(e: Emit, x: Val, count: Val, y: Val) -> Val:
 below = emitted(_v, [_v, types.int32, _v], _below)
 
 
-def _reduce_max(e: Emit, x: Val) -> Val:
-    return e.call("llvm.vector.reduce.fmax.v16f32", F32, [x.v])
-
-
 def _halve(e: Emit, x: Val, join: Callable[[Val, Val], Val]) -> Val:
     """Reduce by halves: lanes i and i + 8, then 4, 2, 1: one fixed tree on every CPU."""
     width = LANES
@@ -128,7 +124,7 @@ def _halve(e: Emit, x: Val, join: Callable[[Val, Val], Val]) -> Val:
     return Val(e, e.b.extract_element(x.v, ir.Constant(I32, 0)))
 
 
-reduce_max = emitted(_f, [_v], _reduce_max)
+reduce_max = emitted(_f, [_v], lambda e, x: _halve(e, x, e.max))
 reduce_add = emitted(_f, [_v], lambda e, x: _halve(e, x, lambda a, b: a + b))
 reduce_add_i32 = emitted(types.int32, [_w], lambda e, x: _halve(e, x, lambda a, b: a + b))
 
