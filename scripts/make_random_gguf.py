@@ -1,10 +1,11 @@
-"""Writes a GGUF file of random Q4_1 weights in the shape of a published model, to measure speed without a download.
+"""Writes a GGUF file of random weights in the shape of a published model, to measure speed without a download.
 
     python scripts/make_random_gguf.py llama-3.2-1b /tmp/llama-3.2-1b.gguf
-    python scripts/make_random_gguf.py qwen3-0.6b /tmp/qwen3-0.6b.gguf
+    python scripts/make_random_gguf.py qwen3-0.6b /tmp/qwen3-0.6b.gguf --types q4_k_m
 
-Shapes and rope are those of the models' config.json; matrices are Q4_1, the embedding Q8_0, norms 1. The tokenizer
-knows single bytes and placeholders, so any prompt works and every answer is nonsense.
+Shapes and rope are those of the models' config.json; norms are 1. Matrices are Q4_1 and the embedding Q8_0, or in the
+manner of Q4_K_M: Q4_K, but Q6_K for the embedding and, in every other layer, for values and what leaves the MLP. The
+tokenizer knows single bytes and placeholders, so any prompt works and every answer is nonsense.
 """
 
 import argparse
@@ -44,16 +45,35 @@ SHAPES = {
 }
 
 
+# spread of the levels, mean level (where a minimum stands for it), bytes of the scale and of the minimum
+KINDS = {
+    "Q4_1": (np.sqrt((16**2 - 1) / 12), 7.5, 0, 2), "Q8_0": (np.sqrt((256**2 - 1) / 12), 0, 0, None),
+    "Q4_K": (48 * np.sqrt((16**2 - 1) / 12), 7.5, 0, 2), "Q6_K": (64 * np.sqrt((64**2 - 1) / 12), 0, 208, None),
+}  # fmt: skip
+K_SCALES = {"Q4_K": (4, b"\xf0" * 8 + bytes(4)), "Q6_K": (192, b"\x40" * 16)}  # all groups' scales are 48, or 64
+
+
 def random_blocks(rng: np.random.Generator, kind: str, rows: int, cols: int) -> np.ndarray:
     """uint8[rows, bytes of a row]: random levels under scales that keep the variance of what passes through."""
-    blocks, size = rows * cols // 32, GGML_TYPES[kind].block_bytes
-    data = rng.integers(0, 256, (blocks, size), dtype=np.uint8)
-    spread = {"Q4_1": np.sqrt((16**2 - 1) / 12), "Q8_0": np.sqrt((256**2 - 1) / 12)}[kind]
-    scale = np.full((blocks, 1), cols**-0.5 / spread, np.float16)
-    data[:, :2] = scale.view(np.uint8)
-    if kind == "Q4_1":
-        data[:, 2:4] = (scale * np.float16(-7.5)).view(np.uint8)
+    type_ = GGML_TYPES[kind]
+    data = rng.integers(0, 256, (rows * cols // type_.block_elements, type_.block_bytes), dtype=np.uint8)
+    if kind in K_SCALES:
+        start, scales = K_SCALES[kind]
+        data[:, start : start + len(scales)] = np.frombuffer(scales, np.uint8)
+    spread, middle, scale_at, minimum_at = KINDS[kind]
+    scale = np.full((len(data), 1), cols**-0.5 / spread, np.float16)
+    data[:, scale_at : scale_at + 2] = scale.view(np.uint8)
+    if minimum_at is not None:
+        sign = 1 if kind in K_SCALES else -1  # K-quants subtract theirs
+        data[:, minimum_at : minimum_at + 2] = (scale * np.float16(sign * middle)).view(np.uint8)
     return data.reshape(rows, -1)
+
+
+def kind_of(types: str, part: str, layer: int) -> str:
+    """The type of a matrix; `part` is its name within a layer, or token_embd."""
+    if types == "q4_1":
+        return "Q8_0" if part == "token_embd" else "Q4_1"
+    return "Q6_K" if part == "token_embd" or (part in ("attn_v", "ffn_down") and layer % 2 == 0) else "Q4_K"
 
 
 def write_metadata(writer: GGUFWriter, name: str, shape: Shape) -> None:
@@ -101,7 +121,7 @@ def rope_factors(shape: Shape) -> np.ndarray:
     return (1 / ((1 - kept) / 32 + kept)).astype(np.float32)
 
 
-def write(name: str, path: Path) -> None:
+def write(name: str, path: Path, types: str = "q4_1") -> None:
     shape, rng = SHAPES[name], np.random.default_rng(0)
     writer = GGUFWriter(path, shape.arch, use_temp_file=True)
     write_metadata(writer, name, shape)
@@ -113,7 +133,7 @@ def write(name: str, path: Path) -> None:
     def ones(tensor: str, count: int) -> None:
         writer.add_tensor(tensor, np.ones(count, np.float32))
 
-    quantised("token_embd.weight", "Q8_0", shape.vocab, shape.hidden)
+    quantised("token_embd.weight", kind_of(types, "token_embd", 0), shape.vocab, shape.hidden)
     ones("output_norm.weight", shape.hidden)
     if shape.llama3_rope:
         writer.add_tensor("rope_freqs.weight", rope_factors(shape))
@@ -124,7 +144,7 @@ def write(name: str, path: Path) -> None:
             ones(f"blk.{i}.attn_q_norm.weight", shape.head_dim)
             ones(f"blk.{i}.attn_k_norm.weight", shape.head_dim)
         for part, (rows, cols) in matrices(shape).items():
-            quantised(f"blk.{i}.{part}.weight", "Q4_1", rows, cols)
+            quantised(f"blk.{i}.{part}.weight", kind_of(types, part, i), rows, cols)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -135,5 +155,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=SHAPES)
     parser.add_argument("path", type=Path)
+    parser.add_argument("--types", choices=("q4_1", "q4_k_m"), default="q4_1")
     arguments = parser.parse_args()
-    write(arguments.model, arguments.path)
+    write(arguments.model, arguments.path, arguments.types)

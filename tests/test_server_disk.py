@@ -157,7 +157,7 @@ def test_a_second_server_in_the_same_folder_is_told(models, tmp_path, capsys):
         (("--kv-disk", "{folder}", "--kv-disk-size", "big"), "big"),
         (("--kv-disk", "{folder}", "--no-prefix-cache"), "prefix cache"),
         (("--swap-space", "900TiB"), "900.00 TiB"),
-        (("--kv-memory", "900TiB"), "900.00 TiB for the KV pool is more than this machine's"),
+        (("--kv-memory", "900TiB"), "of weights are more than this machine's"),
         (("--kv-memory", "1KiB"), "hold no block"),
         (("--block-size", "7"), "7 is not one of 8, 16"),
         (("--max-model-len", "1M"), "max_model_len 1048576 is not within"),

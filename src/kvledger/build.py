@@ -6,6 +6,7 @@ The only place where weights, executor and scheduler meet. Heavy imports happen 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ from kvledger.cache.tiers import TierPlan
 from kvledger.data.devices import local_device
 from kvledger.data.host import host_memory
 from kvledger.engine import Engine
-from kvledger.errors import ConfigError, DoesNotFit
-from kvledger.plan.pool import PoolPlan, local_pool
+from kvledger.errors import ConfigError
+from kvledger.plan.pool import PoolPlan, check_memory, local_pool
 from kvledger.plan.roofline import Roofline
 from kvledger.sched.scheduler import Scheduler
 from kvledger.spec.config import EngineConfig
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
     from kvledger.weights.open import WeightsFile
 
 Progress = Callable[[str], None]
+_LOG = logging.getLogger("kvledger")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to answer. `template` None: the file has no chat template."""
+    """A model that is ready to answer. `template` None: the file has no chat template. `notes`: what to tell the user."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -46,13 +48,14 @@ class Loaded:
     path: Path
     metadata: Mapping[str, object]
     config: EngineConfig
+    notes: tuple[str, ...] = ()
 
 
 def build_engine(model: str | Path, config: EngineConfig | None = None, progress: Progress | None = None) -> Loaded:
     """Find (or fetch) the model, plan the pool, load the weights, start the engine.
 
-    `progress` is told in words what is being done. Raises UnknownName, FetchError, DamagedFile, UnsupportedModel,
-    DoesNotFit, ConfigError.
+    `progress` is told in words what is being done; without it, notes on the model are logged. Raises UnknownName,
+    FetchError, DamagedFile, UnsupportedModel, DoesNotFit, ConfigError.
     """
     from kvledger.exec.block_store import BlockStore
     from kvledger.exec.cpu import CpuExecutor
@@ -67,16 +70,20 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
     spec = model_from_gguf(gguf.metadata, gguf.facts, str(path))
     max_model_len = context_of(spec, config)
     memory = host_memory()
-    _check_memory(config, memory[0])
+    check_memory(spec, config, memory[0])
     pool = local_pool(spec, config, *memory)
     tokenizer = Tokenizer.from_metadata(gguf.metadata)
     template = ChatTemplate.from_metadata(gguf.metadata, tokenizer)
     namespace = _fingerprint(gguf, pool, config)
     tiers = plan_tiers(spec, pool, config, namespace)
     store = BlockStore(pool.layout, tiers.num_host_slots, tiers.disk)
+    notes = _notes(gguf, config)
+    if progress is None:
+        for note in notes:
+            _LOG.warning("%s: %s", spec.name, note)
     executor = CpuExecutor(gguf, spec, pool.layout, pool.num_blocks, config.exec, _in_percent(say), store)
     engine = assemble(spec, pool, config, executor, namespace, tiers)
-    return Loaded(engine, tokenizer, template, spec, pool, max_model_len, path, gguf.metadata, config)
+    return Loaded(engine, tokenizer, template, spec, pool, max_model_len, path, gguf.metadata, config, notes)
 
 
 def assemble(
@@ -128,12 +135,16 @@ def context_of(spec: ModelSpec, config: EngineConfig) -> int:
     return config.max_model_len
 
 
-def _check_memory(config: EngineConfig, total_bytes: int) -> None:
-    """Raises DoesNotFit where the pool that was asked for is more than this machine has."""
-    asked = config.cache.kv_memory_bytes
-    if asked is not None and asked > total_bytes:
-        has = f"this machine's {format_bytes(total_bytes)} of memory"
-        raise DoesNotFit(f"{format_bytes(asked)} for the KV pool is more than {has}", asked - total_bytes)
+def _notes(weights: WeightsFile, config: EngineConfig) -> tuple[str, ...]:
+    """What happens to the weights that nobody asked for: types that no kernel reads are converted."""
+    from kvledger.model.packing import requantised
+
+    found = requantised(weights.facts)
+    if not found:
+        return ()
+    kept = "float32" if config.exec.activations == "fp32" else "8 bits"
+    tensors = ", ".join(f"{count} of {kind}" for kind, count in found.items())
+    return (f"matrices are dequantised and kept in {kept}, no kernel reads their type: {tensors}",)
 
 
 def _locate(name: str, say: Progress) -> Path:

@@ -49,6 +49,8 @@ def open_llm(model: str, kv_memory: str, threads: int | None) -> LLM:
     options: dict[str, Any] = {"kv_memory": kv_memory} if kv_memory else {}
     llm = LLM(model, progress=status.show, num_threads=threads, **options)
     status.clear()
+    for note in llm.loaded.notes:
+        say(f"note: {note}")
     return llm
 
 

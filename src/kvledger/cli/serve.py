@@ -138,6 +138,7 @@ def _announcer(url: str, status: StatusLine) -> Any:
         lines = plan_lines(loaded.model, loaded.pool, loaded.max_model_len)
         lines += tier_lines(loaded.engine.scheduler.tiers)
         defaults = ", ".join(f"{name} {value:g}" for name, value in served.defaults.items())
+        lines += [("note", note) for note in loaded.notes]
         lines += [("sampling", f"{defaults} unless a request says otherwise")] if defaults else []
         lines += [("names", ", ".join(served.names)), ("serving", f"{url}/v1  (page: {url}/, Ctrl-C ends)")]
         width = max(len(label) for label, _ in lines)

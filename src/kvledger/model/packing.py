@@ -1,21 +1,27 @@
 """Tensors of a file → packed matrices for the kernels, and plain float32 vectors. Knows ggml's block formats.
 
 4-bit types with a scale (and minimum) per 32 stay as they are; 5- and 8-bit ones take a byte per weight, without loss.
-Everything else is dequantised and quantised again to 8 bits with a scale per 32 (and `requantised` says so).
+Everything else is dequantised and quantised again to 8 bits with a scale per 32; `requantised` tells which tensors, and
+docs/weights.md what it costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvledger.errors import UnsupportedModel
 from kvledger.kernels.packed import GROUP, PackedMatrix, pack, pack_dense
+from kvledger.weights.ggml_types import GGML_TYPES
+from kvledger.weights.quantised import dequantise, scales_6bit
 
 Array = np.ndarray[Any, Any]
+_FLOATS_AT_ONCE = 1 << 24
 
 
 class Tensor(Protocol):
@@ -77,9 +83,33 @@ def _q8_0(b: Array) -> tuple[Array, Array, Array]:
     return b[..., 2:] ^ np.uint8(128), d, -128 * d
 
 
-_BLOCKS: dict[str, tuple[int, int, Callable[[Array], tuple[Array, Array, Array]]]] = {
-    "Q4_0": (18, 4, _q4_0), "Q4_1": (20, 4, _q4_1), "Q5_0": (22, 8, _q5_0), "Q5_1": (24, 8, _q5_1),
-    "Q8_0": (34, 8, _q8_0),
+def _group_scales(b: Array) -> tuple[Array, Array]:
+    """Scales and minima of the eight groups of super-blocks. A half float times six bits is exact in float32."""
+    scale, minimum = scales_6bit(b[:, 4:16])
+    return _half(b[:, :2])[:, None] * scale, -_half(b[:, 2:4])[:, None] * minimum
+
+
+def _groups(raw: Array) -> Array:
+    """K-quants' order: 32 bytes hold a group in their low nibbles, the next one in the high nibbles."""
+    quads = raw.reshape(len(raw), -1, 32)
+    return np.stack([quads & 15, quads >> 4], axis=2).reshape(len(raw), -1, 32)
+
+
+def _q4_k(b: Array) -> tuple[Array, Array, Array]:
+    """Bytes: d, dmin, 12 of scales and minima, 128 of levels."""
+    return _groups(b[:, 16:]), *_group_scales(b)
+
+
+def _q5_k(b: Array) -> tuple[Array, Array, Array]:
+    """As Q4_K, with 32 bytes of fifth bits before the levels: bit i of byte j belongs to level j of group i."""
+    fifth = np.unpackbits(b[:, None, 16:48], axis=1, bitorder="little") << 4
+    return _groups(b[:, 48:]) | fifth, *_group_scales(b)
+
+
+# type → bits kept per level, and the decoder: uint8[blocks, bytes] → levels, scales, minima of its groups of 32
+_BLOCKS: dict[str, tuple[int, Callable[[Array], tuple[Array, Array, Array]]]] = {
+    "Q4_0": (4, _q4_0), "Q4_1": (4, _q4_1), "Q5_0": (8, _q5_0), "Q5_1": (8, _q5_1), "Q8_0": (8, _q8_0),
+    "Q4_K": (4, _q4_k), "Q5_K": (8, _q5_k),
 }  # fmt: skip
 
 
@@ -104,10 +134,19 @@ def levels_of(tensor: Tensor) -> Levels:
     """The levels of a matrix of a type in `_BLOCKS`; others are requantised."""
     k = _columns(tensor)
     if tensor.ggml_type not in _BLOCKS:
-        return quantise_8bit(dense(tensor).reshape(-1, k))
-    size, bits, decode = _BLOCKS[tensor.ggml_type]
-    level, scale, minimum = decode(np.asarray(tensor.data).reshape(-1, k // GROUP, size))
-    return Levels(level.reshape(-1, k), scale, minimum.astype(np.float32), bits)
+        return _requantise(tensor, k)
+    bits, decode = _BLOCKS[tensor.ggml_type]
+    blocks = np.asarray(tensor.data).reshape(-1, GGML_TYPES[tensor.ggml_type].block_bytes)
+    level, scale, minimum = decode(blocks)
+    groups = (-1, k // GROUP)
+    return Levels(level.reshape(-1, k), scale.reshape(groups), minimum.astype(np.float32).reshape(groups), bits)
+
+
+def requantised(facts: Mapping[str, tuple[tuple[int, ...], str, int]]) -> dict[str, int]:
+    """Type → how many matrices of it lose bits here; `facts` are name → (shape, type, bytes)."""
+    return dict(
+        Counter(t for shape, t, _ in facts.values() if len(shape) > 1 and t not in _BLOCKS and t not in _FLOATS)
+    )
 
 
 def _columns(tensor: Tensor) -> int:
@@ -118,13 +157,29 @@ def _columns(tensor: Tensor) -> int:
     return k
 
 
+def _requantise(tensor: Tensor, k: int) -> Levels:
+    """A few rows at a time: in float32 a large vocabulary would take more memory than the rest of the model."""
+    rows = np.asarray(tensor.data).reshape(prod(tensor.shape[:-1]), -1)
+    step = max(1, _FLOATS_AT_ONCE // k)
+    parts = [(len(part), part.reshape(-1)) for part in (rows[i : i + step] for i in range(0, len(rows), step))]
+    levels = [quantise_8bit(dequantise(raw, tensor.ggml_type, (count, k))) for count, raw in parts]
+    level, scale, minimum = (np.concatenate([p[i] for p in levels]) for i in range(3))
+    return Levels(level, scale, minimum, 8)
+
+
 def quantise_8bit(w: Array) -> Levels:
     """float32[N, K] → 8 bits with a scale per 32: level − 128 = round(127 w / max|w|)."""
     groups = w.reshape(len(w), -1, GROUP)
-    scale = (np.abs(groups).max(-1) / 127).astype(np.float32)
+    scale = _short((np.abs(groups).max(-1) / 127).astype(np.float32))
     safe = np.where(scale > 0, scale, 1)[..., None]
-    level = (np.rint(groups / safe) + 128).astype(np.uint8)
+    level = (np.rint(groups / safe).clip(-127, 127) + 128).astype(np.uint8)
     return Levels(level.reshape(w.shape), scale, -128 * scale, 8)
+
+
+def _short(scale: Array) -> Array:
+    """Rounded to float16, which levels make up for and which saves 32 bits a group; as they are beyond its range."""
+    fits = (scale == 0) | ((scale >= np.finfo(np.float16).smallest_normal) & (scale < 65504 / 128))
+    return scale.astype(np.float16).astype(np.float32) if fits.all() else scale
 
 
 def dense(tensor: Tensor) -> Array:
@@ -132,13 +187,12 @@ def dense(tensor: Tensor) -> Array:
     raw = np.ascontiguousarray(tensor.data)
     if tensor.ggml_type in _FLOATS:
         return _FLOATS[tensor.ggml_type](raw).reshape(tensor.shape)
-    from kvledger.weights.quantised import dequantise
-
     return dequantise(raw, tensor.ggml_type, tensor.shape)
 
 
 _FLOATS: dict[str, Callable[[Array], Array]] = {
     "F32": lambda raw: raw.view(np.float32),
+    "F64": lambda raw: raw.view(np.float64).astype(np.float32),
     "F16": lambda raw: raw.view(np.float16).astype(np.float32),
     "BF16": lambda raw: (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32),
 }

@@ -15,7 +15,7 @@ from kvledger.errors import ConfigError, DoesNotFit
 from kvledger.plan.concurrency import Blocks, requests_in
 from kvledger.plan.cost import cost_per_million
 from kvledger.plan.explain import Basis
-from kvledger.plan.pool import RUNTIME_BYTES, PoolPlan, local_pool, weights_in_memory
+from kvledger.plan.pool import RUNTIME_BYTES, PoolPlan, check_memory, local_pool, weights_in_memory
 from kvledger.plan.profiles.base import Allocation, Band, Term, get_profile
 from kvledger.plan.profiles.vllm import storage_of
 from kvledger.plan.query import Query, check, unsplit_attention
@@ -224,6 +224,7 @@ def _local_memory(query: Query) -> Memory:
     if query.tp * query.pp > 1:
         raise ConfigError(f"kvledger runs on one machine: TP = {query.tp}, PP = {query.pp}; use 1")
     config, (total, available) = engine_config(query), host_memory()
+    check_memory(query.model, config, total)
     pool = local_pool(query.model, config, total, available)
     blocks = _LocalBlocks(pool, config.sched.max_num_batched_tokens)
     weights = Term("weights", Band.exactly(weights_in_memory(query.model)), "computed", "as the file stores them")

@@ -72,6 +72,22 @@ def weights_in_memory(model: ModelSpec) -> int:
     return model.weight_bytes if model.weight_bytes is not None else 2 * model.num_params
 
 
+def check_memory(model: ModelSpec, config: EngineConfig, total_bytes: int) -> None:
+    """Raises DoesNotFit where weights, or the pool that was asked for beside them, are more than this machine has."""
+    weights, asked = weights_in_memory(model), config.cache.kv_memory_bytes or 0
+    missing = weights + asked - total_bytes
+    if missing <= 0:
+        return
+    has = f"this machine's {format_bytes(total_bytes)} of memory"
+    if weights >= total_bytes:
+        raise DoesNotFit(f"{format_bytes(weights)} of weights are more than {has}", missing)
+    raise DoesNotFit(
+        f"{format_bytes(asked)} for the KV pool and {format_bytes(weights)} of weights are more than {has}; "
+        f"nearest that fits: --kv-memory {(total_bytes - weights) // MIB}MiB",
+        missing,
+    )
+
+
 def local_pool(model: ModelSpec, config: EngineConfig, total_bytes: int, available_bytes: int) -> PoolPlan:
     """The pool of this machine: `plan --device local` prints it and `serve` builds it by this call alone.
 

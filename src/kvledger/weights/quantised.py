@@ -74,7 +74,7 @@ def _pairs(packed: Bytes) -> Bytes:
     return np.stack([(packed >> np.uint8(shift)) & np.uint8(3) for shift in (0, 2, 4, 6)], axis=-2)
 
 
-def _scales_6bit(packed: Bytes) -> tuple[Floats, Floats]:
+def scales_6bit(packed: Bytes) -> tuple[Floats, Floats]:
     """Q4_K's and Q5_K's 12 bytes → eight scales and eight minima of six bits each, float32[blocks, 8]."""
     low, mid, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scale = np.concatenate([low & 63, (high & 0x0F) | (low >> 6 << 4)], axis=1)
@@ -138,14 +138,14 @@ def _q3_k(block: Bytes) -> Floats:
 
 def _q4_k(block: Bytes) -> Floats:
     """Bytes: d, dmin, 12 scales and minima, 128 levels."""
-    scale, minimum = _scales_6bit(block[:, 4:16])
+    scale, minimum = scales_6bit(block[:, 4:16])
     levels = _nibbles(block[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     return (_f16(block, 0) * scale)[:, :, None] * levels - (_f16(block, 2) * minimum)[:, :, None]
 
 
 def _q5_k(block: Bytes) -> Floats:
     """As Q4_K, with 32 bytes of fifth bits before the levels: bit i of byte j belongs to weight j of group i."""
-    scale, minimum = _scales_6bit(block[:, 4:16])
+    scale, minimum = scales_6bit(block[:, 4:16])
     bits = np.stack([block[:, 16:48] >> i & 1 for i in range(8)], axis=1)
     levels = (_nibbles(block[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | bits << 4).astype(np.float32)
     scale, minimum = _f16(block, 0) * scale, _f16(block, 2) * minimum

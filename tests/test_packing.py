@@ -1,0 +1,144 @@
+"""Packed weights: which types of GGUF come through without loss, what the others cost, and that files of both run."""
+
+import logging
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from gguf_bytes import byte_tokenizer, write
+from kvledger import LLM, SamplingParams
+from kvledger.model import packing
+from kvledger.model.packing import _BLOCKS, dense, levels_of, pack_matrices, quantise_8bit, requantised
+from kvledger.weights.ggml_types import GGML_TYPES
+from kvledger.weights.quantised import decoded_types
+from reference_model import Reference
+from test_architectures import errors, run
+from test_quantised import SCALES, random_blocks
+from tiny_models import Tensor, decoder
+
+REQUANTISED = [name for name in decoded_types() if GGML_TYPES[name].block_elements > 1 and name not in _BLOCKS]
+
+
+def random_tensor(name, rows=64, cols=256):
+    blocks = random_blocks(name, rows * cols // GGML_TYPES[name].block_elements)
+    return Tensor("t", (rows, cols), name, blocks.reshape(-1))
+
+
+def unpacked(levels):
+    """float32[N, K]: scale · level + minimum, in float32."""
+    groups = levels.level.reshape(len(levels.level), -1, 32).astype(np.float32)
+    w = groups * levels.scale[..., None] + levels.minimum[..., None]
+    return w.reshape(levels.level.shape)
+
+
+@pytest.mark.parametrize("name", _BLOCKS)
+def test_without_loss(name):
+    tensor = random_tensor(name)
+    blocks = tensor.data.reshape(-1, GGML_TYPES[name].block_bytes)
+    theirs = dequantize(blocks, GGMLQuantizationType[name]).reshape(tensor.shape)
+    levels = levels_of(tensor)
+    assert levels.level.max() < 1 << levels.bits
+    np.testing.assert_array_max_ulp(unpacked(levels), theirs, 1)
+    assert np.ptp(levels.level, axis=1).min() > 0, "every row of the test has more than one level"
+
+
+@pytest.mark.parametrize(("name", "bits"), [("Q4_1", 5), ("Q4_K", 6), ("Q5_K", 10), ("Q8_0", 9), ("Q6_K", 9)])
+def test_bits_per_weight(name, bits):
+    packed = pack_matrices([random_tensor(name)])
+    assert packed.data.nbytes * 8 == bits * 64 * 256
+
+
+@pytest.mark.parametrize("name", REQUANTISED)
+def test_requantising_costs_less_than_one_per_cent(name):
+    """Root mean square, row by row: docs/weights.md has the figures."""
+    tensor = random_tensor(name, rows=256)
+    with np.errstate(all="ignore"):
+        w, got = dense(tensor).astype(np.float64), unpacked(levels_of(tensor))
+        usual = np.isfinite(w).all(1) & (np.abs(w).max(1) < 1e30) & (np.abs(w).max(1) > 1e-30)
+    error, size = (np.sqrt((x[usual] ** 2).mean(1)) for x in (got - w, w))
+    assert usual.sum() > 40
+    assert (error / size).max() < 0.01
+
+
+def test_requantising_takes_a_few_rows_at_a_time(monkeypatch):
+    tensor = random_tensor("Q6_K")
+    whole = levels_of(tensor)
+    monkeypatch.setattr(packing, "_FLOATS_AT_ONCE", 7 * 256 + 1)
+    for a, b in zip(levels_of(tensor)[:3], whole[:3], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_numbers_beyond_float16_keep_wide_scales():
+    for factor in (1e-9, 1e9):
+        w = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32) * np.float32(factor)
+        got = unpacked(quantise_8bit(w))
+        assert np.abs(got - w).max() < np.abs(w).max() / 250
+
+
+def test_float64_is_not_squeezed_into_a_byte():
+    w = np.random.default_rng(0).standard_normal((16, 64))
+    assert pack_matrices([Tensor("t", w.shape, "F64", w.view(np.uint8).reshape(-1))]).bits == 16
+
+
+# ---------------------------------------------------------------------------------------------- whole models
+
+
+def random_matrix(rng, kind, rows, cols):
+    """Blocks whose weights have about mean 0 and variance 1 / cols."""
+    blocks = rng.integers(0, 256, (rows * cols // 256, GGML_TYPES[kind].block_bytes), dtype=np.uint8)
+    if kind == "Q6_K":
+        blocks[:, 192:208] = rng.integers(40, 80, (len(blocks), 16))  # its sixteen scales
+    scale = 1.0
+    for _ in range(2):  # the second time with the scale that the first has shown to be right
+        for at, middle in zip(SCALES[kind], (1, {"Q4_K": 7.5, "Q5_K": 15.5}.get(kind)), strict=False):
+            blocks[:, at : at + 2] = np.full((len(blocks), 1), scale * middle, np.float16).view(np.uint8)
+        tensor = Tensor("", (rows, cols), kind, blocks.reshape(-1))
+        scale *= cols**-0.5 / dense(tensor).std()
+    return tensor
+
+
+def mixed(main, other):
+    """A llama in `main`, but values, half of the MLP's outputs and the head in `other`: what Q4_K_M does."""
+    rng, weights = np.random.default_rng(1), decoder(hidden=256, inner=512, heads=4, kv_heads=2, dim=64, vocab=256)
+    for name, tensor in weights.tensors.items():
+        if len(tensor.shape) < 2:
+            continue
+        rich = name.endswith(("attn_v.weight", "output.weight")) or name == "blk.0.ffn_down.weight"
+        made = random_matrix(rng, other if rich and "attn_output" not in name else main, *tensor.shape)
+        weights.tensors[name] = Tensor(name, made.shape, made.ggml_type, made.data)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("main", "other", "most"),
+    [("Q4_K", "Q4_K", 1e-3), ("Q5_K", "Q4_K", 1e-3), ("Q4_K", "Q6_K", 0.02), ("Q3_K", "Q5_K", 0.03)],
+)
+def test_a_mixed_file_is_its_reference(main, other, most):
+    """As closely as activations allow where no type is lossy, else with the error of a byte; exactly in float32."""
+    weights, ids = mixed(main, other), list(range(3, 40))
+    expected = Reference(weights).logits(ids)
+    assert errors(run(weights, "llama", "fp32", "int8x2", ids), expected)[1] < most
+    assert errors(run(weights, "llama", "fp32", "fp32", ids), expected)[0] < 1e-4
+
+
+def test_a_mixed_file_answers_and_says_what_it_converts(tmp_path, caplog):
+    weights = mixed("Q4_K", "Q6_K")
+    tensors = {t.name: (t.shape, t.ggml_type, t.data.tobytes()) for t in weights.tensors.values()}
+    keys = weights.metadata | {"tokenizer.chat_template": "{{ messages[0].content }}"} | byte_tokenizer(256)
+    path, params = write(tmp_path / "m.gguf", keys, tensors), SamplingParams(temperature=0, max_tokens=4)
+    told = "matrices are dequantised and kept in 8 bits, no kernel reads their type: 4 of Q6_K"
+    with caplog.at_level(logging.WARNING, "kvledger"), LLM(str(path), kv_memory="1MiB", num_threads=1) as llm:
+        assert llm.generate("abc", params)[0].outputs[0].token_ids
+        assert llm.loaded.notes == (told,)
+    assert told in caplog.text
+    caplog.clear()
+    with LLM(str(path), kv_memory="1MiB", num_threads=1, progress=lambda text: None) as llm:
+        assert llm.loaded.notes == (told,)
+    assert not caplog.text, "whoever listens to progress shows the notes"
+
+
+def test_what_is_requantised():
+    facts = {"a": ((2, 256), "Q6_K", 0), "b": ((2, 256), "Q4_K", 0), "c": ((256,), "Q6_K", 0), "d": ((2, 2), "F16", 0)}
+    assert requantised(facts) == {"Q6_K": 1}
