@@ -37,7 +37,7 @@ _LOG = logging.getLogger("kvledger")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to answer. `template` None: the file has no chat template. `notes`: what to tell the user."""
+    """A model that is ready to answer. `template` None: the file has no chat template. `notes`: for the user."""
 
     engine: Engine
     tokenizer: Tokenizer
