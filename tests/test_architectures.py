@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from golden_models import described, logits, token_ids, write_folder
-from kvledger.errors import DamagedFile
+from kvledger.errors import DamagedFile, UnsupportedModel
 from kvledger.exec.cpu import CpuExecutor
 from kvledger.sched.sequence import Sequence
 from kvledger.sched.step import Chunk, Step
@@ -15,7 +15,7 @@ from kvledger.spec.sampling import SamplingParams
 from kvledger.weights.open import open_weights
 from kvledger.weights.quantised import dequantise
 from reference_model import Reference
-from tiny_models import Weights
+from tiny_models import Weights, decoder
 
 MODELS = described()
 
@@ -130,15 +130,62 @@ BAD_METADATA = [
     ("deepseek3", "rope.freq_base", 0.0), ("qwen3moe", "rope.freq_base", float("nan")),
     ("mixtral", "attention.layer_norm_rms_epsilon", -1.0), ("gemma3", "rope.freq_base_swa", -1.0),
     ("mixtral", "attention.layer_norm_rms_epsilon", 1e308), ("qwen2moe", "expert_shared_feed_forward_length", 1 << 39),
+    ("gemma2", "feed_forward_length", None), ("deepseek2", "feed_forward_length", None),
+    ("qwen2moe", "expert_shared_feed_forward_length", 0), ("deepseek2", "expert_shared_count", 0),
+    ("gemma2", "final_logit_softcapping", -1.0), ("llama", "attn_logit_softcapping", 1e9),
+    ("gemma2", "feed_forward_length", [192, 192, 96, 192]), ("qwen3", "attention.head_count_kv", [2, 1]),
+    ("gemma3", "attention.key_length_swa", 32), ("llama", "rope.dimension_count", 32),
+    ("qwen3", "rope.scaling.type", "longrope"), ("mixtral", "expert_gating_func", 7),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "key", "value"), BAD_METADATA)
 def test_numbers_that_cannot_be_computed_with_are_refused(tmp_path, name, key, value):
+    """Most of them would have kernels read or write beyond their buffers."""
     weights = open_weights(folder_of(tmp_path, name))
-    weights.metadata[f"{weights.metadata['general.architecture']}.{key}"] = value
-    with pytest.raises(DamagedFile):
+    full = f"{weights.metadata['general.architecture']}.{key}"
+    weights.metadata[full] = value
+    if value is None:
+        del weights.metadata[full]
+    with pytest.raises((DamagedFile, UnsupportedModel)):
         run(weights, name, "bf16", "int8x2")
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [("qwen3", "blk.1.attn_q_norm.weight"), ("qwen2", "blk.0.attn_q.bias"), ("qwen2moe", "blk.1.ffn_gate_shexp.weight"),
+     ("qwen2moe", "blk.1.ffn_gate_inp_shexp.weight"), ("deepseek2", "blk.2.ffn_gate_shexp.weight"),
+     ("deepseek3", "blk.1.exp_probs_b.bias"), ("gemma3", "blk.3.attn_k_norm.weight")],
+)  # fmt: skip
+def test_an_optional_tensor_that_one_layer_lacks_is_missed(tmp_path, name, lost):
+    """It was passed over, and the layer computed without it."""
+    opened = open_weights(folder_of(tmp_path, name))
+    tensors = {key: tensor for key, tensor in opened.tensors.items() if key != lost}
+    assert len(tensors) < len(opened.tensors)
+    with pytest.raises(DamagedFile, match=lost):
+        run(Weights(opened.metadata, tensors), name, "bf16", "int8x2")
+
+
+@pytest.mark.parametrize(("dim", "said"), [(24, "head of 24 channels"), (40, "multiples of 16")])
+def test_heads_that_vectors_do_not_divide_are_refused(dim, said):
+    with pytest.raises(UnsupportedModel, match=said):
+        run(decoder(heads=4, dim=dim, vocab=256), "llama", "bf16", "int8x2")
+
+
+def test_a_latent_that_a_llama_has_no_use_for_does_not_switch_checks_off(tmp_path):
+    opened = open_weights(folder_of(tmp_path, "llama"))
+    weights = Weights(opened.metadata | {"llama.attention.kv_lora_rank": 64}, dict(opened.tensors))
+    weights.add("blk.0.attn_v.weight", np.ones((999, 128)))
+    with pytest.raises(DamagedFile, match=r"attn_v\.weight' has shape \(999, 128\)"):
+        run(weights, "llama", "bf16", "int8x2")
+
+
+def test_a_factor_without_a_type_stretches_linearly(tmp_path):
+    opened = open_weights(folder_of(tmp_path, "llama_linear"))
+    keys = dict(opened.metadata)
+    assert keys.pop("llama.rope.scaling.type") == "linear"
+    got = run(Weights(keys, dict(opened.tensors)), "llama_linear", "fp32", "fp32")
+    assert errors(got, logits("llama_linear"))[0] < 1e-4
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek3"])

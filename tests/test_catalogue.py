@@ -147,7 +147,7 @@ def test_a_hub_id_offline_is_a_clear_error(monkeypatch, tmp_path):
         raise OSError("no such host")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("kvledger.models.getproxies", dict)
+    monkeypatch.setattr("kvledger.weights.fetch_hub.getproxies", dict)
     monkeypatch.setattr("socket.getaddrinfo", no_network)
     start = time.perf_counter()
     with pytest.raises(FetchError, match=r"somebody/unheard-of-7b: its config\.json could not be fetched"):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -209,10 +210,31 @@ def test_hub_offline(tmp_path, monkeypatch):
         raise OfflineModeIsEnabled("offline")
 
     monkeypatch.setenv("KVLEDGER_CACHE", str(tmp_path))
+    monkeypatch.setattr(fetch_hub, "_check_connection", lambda: None)
     monkeypatch.setattr(fetch_hub, "_files", offline)
     with pytest.raises(FetchError, match="org/repo could not be downloaded: the hub does not answer"):
         store.resolve("hf:org/repo")
     assert not list((tmp_path / "models" / "hf").rglob("*"))
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_hub_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch, reached):
+    """Neither a name that nobody looks up nor packets that nobody answers."""
+
+    def silent(*args, **kwargs):
+        if reached:
+            raise TimeoutError
+        threading.Event().wait(30)
+
+    monkeypatch.setenv("KVLEDGER_CACHE", str(tmp_path))
+    monkeypatch.setattr(fetch_hub, "REACH_S", 0.2)
+    monkeypatch.setattr(fetch_hub, "getproxies", dict)
+    monkeypatch.setattr(fetch_hub.socket, "create_connection", silent)
+    began = time.monotonic()
+    with pytest.raises(FetchError, match="org/repo could not be downloaded: the hub does not answer"):
+        store.resolve("hf:org/repo")
+    assert time.monotonic() - began < 10
+    assert not list(tmp_path.rglob("*.complete"))
 
 
 HUB_FILES = {"config.json": b"{}", "model.safetensors": bytes(200_000), "README.md": b"not fetched"}

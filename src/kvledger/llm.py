@@ -12,10 +12,11 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvledger.build import Loaded, Progress, build_engine
-from kvledger.errors import BadRequest, KvledgerError, UnknownName
+from kvledger.errors import BadRequest, ConfigError, KvledgerError, UnknownName
 from kvledger.frontend import ChoiceStream, all_ended
 from kvledger.metrics import Metrics, RequestTimes
 from kvledger.sched.events import Admitted, Event, Finished, PromptScored, TokenEvent
@@ -76,8 +77,14 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "smollm2", *, seed: int | None = None, progress: Progress | None = None, **options: Any
+        self,
+        model: str | Path = "smollm2",
+        *,
+        seed: int | None = None,
+        progress: Progress | None = None,
+        **options: Any,
     ) -> None:
+        _check_arguments(model, seed, progress)
         self.loaded: Loaded = build_engine(model, engine_config(**options), progress)
         self.engine, self.tokenizer = self.loaded.engine, self.loaded.tokenizer
         self.metrics = Metrics(keep_steps=1000)
@@ -315,6 +322,16 @@ def engine_config(**options: Any) -> EngineConfig:
             raise UnknownName("option", option, known)
     chosen = {name: part(**{k: options[k] for k in options if k in names[name]}) for name, part in parts.items()}
     return EngineConfig(**chosen, max_model_len=options.get("max_model_len"))
+
+
+def _check_arguments(model: object, seed: object, progress: object) -> None:
+    """Raises ConfigError for what is of the wrong type, before anything is loaded."""
+    if not isinstance(model, str | Path):
+        raise ConfigError(f"model must be a name or a path, got {_shown(model)}")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise ConfigError(f"seed must be a whole number, got {_shown(seed)}")
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"progress must be a function of a text, got {_shown(progress)}")
 
 
 def _as_batch(prompts: Any) -> list[Prompt]:

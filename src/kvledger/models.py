@@ -7,11 +7,8 @@ Nothing is downloaded but a config.json, and that only for a hub id that the cat
 from __future__ import annotations
 
 import re
-import socket
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from kvledger.data import catalogue
 from kvledger.data.host import cache_dir
@@ -114,24 +111,11 @@ def _from_hub(owner: str, repo: str) -> ModelSpec:
     file = folder / "config.json"
     if not file.is_file():
         try:
-            _check_connection(full)
             fetch_repository(full, "config.json", folder, no_progress)
         except FetchError as error:
-            raise FetchError(f"{error}{_in_catalogue(full)}") from error
+            why = str(error).removeprefix(f"{full} could not be downloaded: ")
+            raise FetchError(f"{full}: its config.json could not be fetched: {why}{_in_catalogue(full)}") from error
     return model_from_config(read_config(file), full, f"hf:{full} config.json")
-
-
-def _check_connection(full: str) -> None:
-    """Fail at once where the hub's name cannot be looked up; the hub's client would try for half a minute."""
-    from huggingface_hub import constants
-
-    host = urlsplit(constants.ENDPOINT).hostname or ""
-    if getproxies():
-        return  # a proxy looks names up itself
-    try:
-        socket.getaddrinfo(host, 443)
-    except OSError:
-        raise FetchError(f"{full}: its config.json could not be fetched: {host} cannot be reached from here") from None
 
 
 def _in_catalogue(full: str) -> str:

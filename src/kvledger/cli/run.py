@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,26 +16,37 @@ from kvledger.units import format_seconds
 
 if TYPE_CHECKING:
     from kvledger.llm import LLM
+    from kvledger.spec.sampling import SamplingParams
 
 app = typer.Typer(add_completion=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What `run` and `chat` ask of sampling; None: the model's recommendation, else OpenAI's defaults."""
+    """What `run` and `chat` ask of sampling; None: the model's recommendation, else OpenAI's defaults.
+
+    Raises BadRequest for what cannot be meant: before the model is loaded.
+    """
 
     max_tokens: int | None
     temperature: float | None
     top_p: float | None
     seed: int | None
 
-    def params(self, model: str, llm: LLM) -> Any:
-        """As SamplingParams. Raises BadRequest."""
+    def __post_init__(self) -> None:
+        self._with({})
+
+    def params(self, model: str, llm: LLM) -> SamplingParams:
+        """As SamplingParams, the model's recommendation included."""
         from kvledger.server.loading import sampling_defaults
+
+        return self._with(sampling_defaults(model, llm.loaded))
+
+    def _with(self, defaults: Mapping[str, float]) -> SamplingParams:
         from kvledger.spec.sampling import SamplingParams
 
         given = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
-        chosen: dict[str, Any] = {**sampling_defaults(model, llm.loaded)}
+        chosen: dict[str, Any] = {**defaults}
         chosen |= {name: value for name, value in given.items() if value is not None}
         if "top_k" in chosen:
             chosen["top_k"] = int(chosen["top_k"])

@@ -20,9 +20,6 @@ def read(facts: Facts, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Decode
         plain,
         activation="gelu",
         embed_scale=plain.hidden**0.5,
-        query_scale=llama.number(facts, "attention.scale", plain.head_dim**-0.5),
-        score_cap=llama.number(facts, "attn_logit_softcapping", 0.0),
-        logit_cap=llama.number(facts, "final_logit_softcapping", 0.0),
         post_norms=True,
         ropes=tuple(_rope(facts, plain, layer) for layer in range(plain.num_layers)),
     )

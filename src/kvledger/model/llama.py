@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvledger.errors import DamagedFile
+from kvledger.errors import DamagedFile, UnsupportedModel
 from kvledger.model.decoder import Decoder
 from kvledger.model.experts import Experts
 from kvledger.model.packing import Tensor, dense
@@ -12,6 +12,10 @@ from kvledger.model.rope import Rope, yarn_factors, yarn_magnitude
 from kvledger.spec.from_gguf import Facts
 from kvledger.spec.kv import WindowKV
 from kvledger.spec.model import ModelSpec
+
+MAX_NUMBER = 3e38  # of float32
+MAX_CAP = 1000.0
+_SCALINGS = ("none", "linear", "yarn")
 
 
 def read(facts: Facts, spec: ModelSpec, tensors: Mapping[str, Tensor], *, pairs: bool = True) -> Decoder:
@@ -32,6 +36,9 @@ def read(facts: Facts, spec: ModelSpec, tensors: Mapping[str, Tensor], *, pairs:
         ropes=(rope,) * spec.num_layers,
         windows=tuple(c.window if isinstance(c, WindowKV) else 0 for c in caches),
         pairs=pairs,
+        query_scale=number(facts, "attention.scale", dim**-0.5),
+        score_cap=soft_cap(facts, "attn_logit_softcapping"),
+        logit_cap=soft_cap(facts, "final_logit_softcapping"),
         experts=read_experts(facts),
         dense_layers=facts.count("leading_dense_block_count", 0),
     )
@@ -59,7 +66,7 @@ def number(facts: Facts, key: str, default: float | None = None) -> float:
     """A real number of the metadata. Raises DamagedFile where it is missing or no float32 can hold it."""
     value = facts.metadata.get(f"{facts.arch}.{key}", default)
     real = float(value) if isinstance(value, int | float) else float(facts.count(key))
-    if not abs(real) < 3e38:  # NaN, too
+    if not abs(real) < MAX_NUMBER:  # NaN, too
         raise DamagedFile(f"'{facts.arch}.{key}' is {real}, not a finite number")
     return real
 
@@ -72,13 +79,29 @@ def positive_number(facts: Facts, key: str, default: float | None = None) -> flo
     return real
 
 
+def soft_cap(facts: Facts, key: str) -> float:
+    """What tanh cuts to; 0 where the file says nothing. Beyond MAX_CAP float32 has too few bits for it."""
+    cap = number(facts, key, 0.0)
+    if not 0 <= cap <= MAX_CAP:
+        raise DamagedFile(f"'{facts.arch}.{key}' is {cap}; it must be between 0 and {MAX_CAP:g}")
+    return cap
+
+
 def read_rope(facts: Facts, tensors: Mapping[str, Tensor], dim: int) -> Rope:
-    """Rope as the metadata says; frequency factors from the tensor where the file has one (Llama 3)."""
+    """Rope as the metadata says; frequency factors from the tensor where the file has one (Llama 3).
+
+    A factor without a type is a linear one, as in llama.cpp.
+    """
     base = positive_number(facts, "rope.freq_base", 10000.0)
-    kind = facts.metadata.get(f"{facts.arch}.rope.scaling.type", "none")
+    kind = facts.metadata.get(f"{facts.arch}.rope.scaling.type", "linear")
+    if kind not in _SCALINGS:
+        raise UnsupportedModel(f"rope scaling {kind!r} is not computed here; computed are {', '.join(_SCALINGS)}")
     factor = positive_number(facts, "rope.scaling.factor", 1.0)
     if "rope_freqs.weight" in tensors:
-        return Rope(dim, base, factors=tuple(dense(tensors["rope_freqs.weight"]).reshape(-1).tolist()))
+        factors = dense(tensors["rope_freqs.weight"]).reshape(-1)
+        if not ((factors > 0) & (factors < MAX_NUMBER)).all():
+            raise DamagedFile("tensor 'rope_freqs.weight' holds a factor that is no number above 0")
+        return Rope(dim, base, factors=tuple(factors.tolist()))
     if kind == "yarn":
         trained = facts.positive("rope.scaling.original_context_length")
         ends = (("fast", 32.0), ("slow", 1.0))

@@ -214,7 +214,8 @@ def pack_matrices(tensors: Sequence[Tensor], rows: Sequence[Array | None] | None
         parts = [dense(t).reshape(-1, _columns(t)) for t in tensors]
         stacked = np.concatenate([p if r is None else p[r] for p, r in zip(parts, orders, strict=True)])
         return pack_dense(stacked, 16 if not exact or kinds == {"BF16"} else 32)
-    levels = [levels_of(t) for t in tensors]
+    with np.errstate(all="ignore"):  # a damaged file's scale may be no number: its logits will not be, either
+        levels = [levels_of(t) for t in tensors]
     if len({p.bits for p in levels}) > 1:
         levels = [p._replace(bits=8) for p in levels]  # a byte holds fewer bits, too
     ordered = [p if r is None else _take(p, r) for p, r in zip(levels, orders, strict=True)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvledger.errors import UnsupportedModel, nearest
-from kvledger.model import deepseek, gemma, llama, qwen
+from kvledger.model import deepseek, gemma, limits, llama, qwen
 from kvledger.model.decoder import Decoder
 from kvledger.model.packing import Tensor
 from kvledger.spec.from_gguf import Facts
@@ -33,4 +33,7 @@ def read_decoder(metadata: Mapping[str, Any], spec: ModelSpec, tensors: Mapping[
         close = nearest(arch, READERS)
         hint = f"; nearest: {', '.join(close)}" if close else ""
         raise UnsupportedModel(f"architecture {arch!r} is not computed here{hint}; supported: {', '.join(READERS)}")
-    return READERS[arch](Facts(arch, metadata), spec, tensors)
+    facts = Facts(arch, metadata)
+    decoder = READERS[arch](facts, spec, tensors)
+    limits.check(facts, spec, decoder, tensors)
+    return decoder

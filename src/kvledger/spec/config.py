@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from kvledger.errors import ConfigError
+from kvledger.errors import ConfigError, UnknownName
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 Policy = Literal["continuous", "static", "orca"]
@@ -29,11 +29,15 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block size {self.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
-        _check_whole(self, "block_size", "kv_memory_bytes", "swap_bytes", "disk_bytes")
+        _check_whole(self, "block_size", "swap_bytes", "disk_bytes")
+        _check_whole(self, "kv_memory_bytes", low=None, optional=True)
+        _check_flag(self, "prefix_caching")
         if not isinstance(self.kv_dtype, str):
             raise ConfigError(f"kv_dtype is the name of a type, not {self.kv_dtype!r}")
         if self.kv_memory_bytes is not None and self.kv_memory_bytes <= 0:
             raise ConfigError(f"KV memory must be positive, got {self.kv_memory_bytes} bytes")
+        if self.disk_dir is not None and (not isinstance(self.disk_dir, str) or not self.disk_dir):
+            raise ConfigError(f"disk_dir is the path of a folder, not {self.disk_dir!r}")
         if self.disk_dir is not None and not self.prefix_caching:
             raise ConfigError("a disk tier keeps prefix blocks: it needs the prefix cache, which is off")
 
@@ -51,14 +55,13 @@ class SchedulerConfig:
     max_queue: int | None = None  # waiting requests; beyond it the server answers 503
 
     def __post_init__(self) -> None:
-        _check_whole(self, "max_num_batched_tokens", "max_num_seqs", "growth_tokens", "max_queue")
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.growth_tokens < 0:
-            raise ConfigError(f"growth_tokens must not be negative, got {self.growth_tokens}")
-        if self.max_queue is not None and self.max_queue < 1:
-            raise ConfigError(f"max_queue must be at least 1, got {self.max_queue}")
+        _check_whole(self, "max_num_batched_tokens", "max_num_seqs", low=1)
+        _check_whole(self, "growth_tokens")
+        _check_whole(self, "max_queue", low=1, optional=True)
+        _check_flag(self, "chunked_prefill")
+        for name, known in (("policy", Policy), ("queueing", Queueing)):
+            if getattr(self, name) not in get_args(known):
+                raise UnknownName(name, str(getattr(self, name)), get_args(known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class ExecConfig:
             raise ConfigError(f"weights are quantised to q8_0 or q4_1, not {self.quantise!r}")
         if self.activations not in get_args(Activations):
             raise ConfigError(f"activations are {', '.join(get_args(Activations))}, not {self.activations!r}")
-        _check_whole(self, "num_threads")
+        _check_whole(self, "num_threads", low=None, optional=True)
         if self.num_threads is not None and not 0 <= self.num_threads <= MAX_THREADS:
             raise ConfigError(f"num_threads must be at most {MAX_THREADS:,} and not negative, got {self.num_threads}")
 
@@ -92,12 +95,22 @@ class EngineConfig:
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
-        _check_whole(self, "max_model_len")
+        _check_whole(self, "max_model_len", low=None, optional=True)
 
 
-def _check_whole(config: object, *names: str) -> None:
-    """Raises ConfigError for a field that is neither a whole number nor None."""
+def _check_whole(config: object, *names: str, low: int | None = 0, optional: bool = False) -> None:
+    """Raises ConfigError for a field that is no whole number of at least `low`, nor None where that is possible."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        if value is None and optional:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
             raise ConfigError(f"{name} must be a whole number, got {value!r}")
+        if low is not None and value < low:
+            raise ConfigError(f"{name} must be at least {low}, got {value}")
+
+
+def _check_flag(config: object, *names: str) -> None:
+    for name in names:
+        if not isinstance(value := getattr(config, name), bool):
+            raise ConfigError(f"{name} must be True or False, got {value!r}")

@@ -28,7 +28,7 @@ def check_shapes(facts: Facts, tensors: Mapping[str, TensorFacts], num_layers: i
     _check_experts(facts)
     _compare(tensors, "", _outside(facts, tensors))
     for i in range(num_layers):
-        attention = _latent(facts) if facts.has("attention.kv_lora_rank") else _heads(facts, i)
+        attention = _latent(facts) if facts.arch == "deepseek2" else _heads(facts, i)
         _compare(tensors, f"blk.{i}.", attention | _feed_forward(facts, i))
 
 
@@ -37,6 +37,8 @@ def _compare(tensors: Mapping[str, TensorFacts], prefix: str, expected: Mapping[
         found = tensors[prefix + name][0] if prefix + name in tensors else None
         if found is None:
             continue  # what is needed and missing is reported where it is needed
+        if len(found) == len(shape) + 1 and found[0] == 1:
+            found = found[1:]  # a matrix of one row may be a vector
         if len(found) != len(shape) or any(b is not None and a != b for a, b in zip(found, shape, strict=True)):
             announced = ", ".join("any" if n is None else str(n) for n in shape)
             raise DamagedFile(f"tensor {prefix + name!r} has shape {found}; the metadata announces ({announced})")
@@ -82,7 +84,7 @@ def _heads(facts: Facts, layer: int) -> dict[str, Shape]:
         "attn_q.weight": (heads * key, hidden), "attn_q.bias": (heads * key,), "attn_q_norm.weight": (key,),
         "attn_k.weight": (kv_heads * key, hidden), "attn_k.bias": (kv_heads * key,), "attn_k_norm.weight": (key,),
         "attn_v.weight": (kv_heads * value, hidden), "attn_v.bias": (kv_heads * value,),
-        "attn_output.weight": (hidden, heads * value), "attn_norm.weight": (hidden,),
+        "attn_output.weight": (hidden, heads * value), "attn_output.bias": (hidden,), "attn_norm.weight": (hidden,),
     }  # fmt: skip
 
 
@@ -110,13 +112,14 @@ def _feed_forward(facts: Facts, layer: int) -> dict[str, Shape]:
         raise DamagedFile(f"'{facts.arch}.feed_forward_length' is {inner:,}; {MAX_WIDTH:,} are accepted")
     routed = facts.count("expert_feed_forward_length", 0, layer) or inner
     num_shared = facts.count("expert_shared_count", 0)
-    shared = facts.count("expert_shared_feed_forward_length", num_shared * (routed or 0)) or None
-    if shared and shared > MAX_WIDTH:
+    shared = facts.count("expert_shared_feed_forward_length", num_shared * (routed or 0))
+    if shared > MAX_WIDTH:
         raise DamagedFile(f"the shared experts of {facts.arch!r} are {shared:,} wide; {MAX_WIDTH:,} are accepted")
     experts = facts.count("expert_count", 0) or None
     shapes: dict[str, Shape] = {
         "ffn_norm.weight": (hidden,), "post_attention_norm.weight": (hidden,), "post_ffw_norm.weight": (hidden,),
-        "ffn_gate_inp.weight": (experts, hidden), "exp_probs_b.bias": (experts,),
+        "ffn_gate_inp.weight": (experts, hidden), "exp_probs_b.bias": (experts,), "ffn_down.bias": (hidden,),
+        "ffn_gate_inp_shexp.weight": (hidden,),
     }  # fmt: skip
     for part in ("gate", "up"):
         shapes[f"ffn_{part}.weight"] = (inner, hidden)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies
 
 from kvledger.errors import FetchError, nearest
 from kvledger.weights.downloads import disk_message, mark_complete, without_places
@@ -20,6 +24,7 @@ _PATTERNS = ["config.json", "generation_config.json", "tokenizer.json", "tokeniz
              "model*.safetensors", "model.safetensors.index.json"]  # fmt: skip
 _CONNECTION_ERRORS = {"ConnectionError", "ConnectError", "TimeoutException", "Timeout", "NetworkError",
                       "TransportError", "LocalEntryNotFoundError"}  # fmt: skip
+REACH_S = 5.0  # for a first answer of the hub
 _PREFERRED = ("Q4_K_M", "Q4_1", "Q4_0", "Q8_0")  # among several GGUF files of one repository
 
 
@@ -28,6 +33,7 @@ def fetch_repository(repo: str, file: str | None, folder: Path, progress: Progre
     try:
         from huggingface_hub import hf_hub_download, snapshot_download
 
+        _check_connection()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would print every retry
         folder.mkdir(parents=True, exist_ok=True)
         bar = _bar(progress)
@@ -60,6 +66,33 @@ def choose(repo: str, files: Sequence[str]) -> str | None:
     if not ggufs:
         raise FetchError(f"{repo} holds neither a GGUF file nor safetensors")
     raise FetchError(f"{repo} holds {len(ggufs)} GGUF files; name one: hf:{repo}:{ggufs[0]}")
+
+
+def _check_connection() -> None:
+    """Raises ConnectionError where the hub cannot be reached within a few seconds; its client tries for half a minute.
+
+    Not where a proxy stands between, which looks names up itself, nor where the client is told to be offline.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    endpoint = urlsplit(constants.ENDPOINT)
+    found: list[bool] = []
+    asking = threading.Thread(target=lambda: found.append(_answers(endpoint)), daemon=True)
+    asking.start()
+    asking.join(REACH_S)
+    if found != [True]:
+        raise ConnectionError(f"{endpoint.hostname} cannot be reached")
+
+
+def _answers(endpoint: SplitResult) -> bool:
+    port = endpoint.port or (80 if endpoint.scheme == "http" else 443)
+    try:
+        socket.create_connection((endpoint.hostname or "", port), timeout=REACH_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _files(repo: str) -> list[str]:

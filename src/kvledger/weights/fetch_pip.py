@@ -60,7 +60,8 @@ def fetch_wheel(package: str, version: str, folder: Path, progress: Progress) ->
 
 def _download(requirement: str, folder: Path, progress: Progress) -> None:
     command = [*_pip(requirement), "download", "--no-deps", "--only-binary", ":all:", "--no-input",
-               "--disable-pip-version-check", "--progress-bar", "raw", "--dest", str(folder), requirement]  # fmt: skip
+               "--disable-pip-version-check", "--retries", "2",
+               "--progress-bar", "raw", "--dest", str(folder), requirement]  # fmt: skip
     code, output = _run(command, progress)
     if code and "invalid choice: 'raw'" in output:  # pip before 24.1
         progress(0, None)

@@ -37,7 +37,7 @@ def open_weights(path: str | Path, quantise: str = "") -> WeightsFile:
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         if len(found) != 1:
-            raise ConfigError(f"{path.name} holds {len(found)} GGUF files and no config.json; name one file")
+            raise ConfigError(f"{path.name or path} holds {len(found)} GGUF files and no config.json; name one file")
         path = found[0]
     if quantise:
         raise ConfigError("only safetensors are quantised while they are read; a GGUF file is used as it is")

@@ -24,6 +24,7 @@ Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if kn
 
 _PYPI = re.compile(r"pypi:([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za-z0-9.+!_-]*)")
 _HUB = re.compile(r"hf:([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?::(\w[\w.-]*(?:/\w[\w.-]*)*))?")
+_SHOWN = 200  # characters of a name in an error
 _MODEL_SUFFIXES = (".gguf", ".safetensors")
 
 
@@ -118,7 +119,13 @@ def full_name(name: str) -> str:
         raise ConfigError(f"{full!r} is not hf:ORG/REPO or hf:ORG/REPO:FILE")
     if _HUB.fullmatch(f"hf:{full}"):
         raise ConfigError(f"there is no file or folder {full!r}; if it is a repository, write hf:{full}")
-    raise UnknownName("model", name, [*ALIASES, *(model.name for model in list_models())])
+    if not name.strip():
+        raise ConfigError(f"a model's name is missing; models by name: {', '.join(ALIASES)}")
+    raise UnknownName(
+        "model",
+        name if len(name) <= _SHOWN else name[:_SHOWN] + "…",
+        [*ALIASES, *(model.name for model in list_models())],
+    )
 
 
 def models_folder() -> Path:
