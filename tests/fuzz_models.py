@@ -92,12 +92,16 @@ def odd_value(value: object, rng: random.Random) -> object:
     if kind < 0.1:
         return None
     if kind < 0.25 and isinstance(value, int) and not isinstance(value, bool):
-        return max(-(1 << 63), value + rng.choice([-2, -1, 1, 2, value, value - 1, 31, 32, -32]))
+        return storable(value + rng.choice([-2, -1, 1, 2, value, value - 1, 31, 32, -32]))
     if kind < 0.4 and isinstance(value, int) and not isinstance(value, bool):
-        return rng.choice([value // 2, value // 4, value * 2, value * 4])
+        return storable(rng.choice([value // 2, value // 4, value * 2, value * 4]))
     if kind < 0.75:
         return rng.choice(NUMBERS)
     return rng.choice(FLOATS if kind < 0.87 else OTHERS)
+
+
+def storable(value: int) -> int:
+    return max(-(1 << 63), min((1 << 64) - 1, value))
 
 
 def odd_shape(shape: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
