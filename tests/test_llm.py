@@ -275,3 +275,71 @@ def test_nothing_is_answered_after_the_end(tmp_path):
 def test_options_of_the_wrong_type(option):
     with pytest.raises(ConfigError, match=next(iter(option))):
         engine_config(**option)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"seed": [1]}, {"seed": "a"}, {"seed": True}, {"progress": 5}, {"model": None}, {"model": b"x"}, {"disk_dir": 5},
+     {"prefix_caching": "no"}, {"chunked_prefill": None}, {"swap_bytes": None}, {"growth_tokens": None},
+     {"max_num_seqs": None}, {"disk_bytes": -1}],
+    ids=str,
+)  # fmt: skip
+def test_arguments_of_the_wrong_type_are_refused_before_anything_is_loaded(option, monkeypatch):
+    monkeypatch.setattr("kvledger.llm.build_engine", None)
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        LLM(**{"model": "smollm2", **option})
+
+
+@pytest.mark.parametrize("option", [{"policy": 5}, {"queueing": "lifo"}], ids=str)
+def test_unknown_policies_are_named(option):
+    with pytest.raises(UnknownName, match=next(iter(option))):
+        engine_config(**option)
+
+
+def test_requests_of_the_wrong_type(llm):
+    calls = [
+        (lambda: llm.generate("a", 5), "params must be SamplingParams"),
+        (lambda: llm.generate("a", [5]), "params must be SamplingParams"),
+        (lambda: list(llm.stream("a", 5)), "params must be SamplingParams"),
+        (lambda: llm.chat("hi"), "messages are a list of role and content"),
+        (lambda: llm.chat([5]), "messages are a list"),
+        (lambda: llm.chat(5), "prompts are text"),
+        (lambda: llm.beam_search("a", 2, 2, "x"), "length_penalty"),
+        (lambda: llm.generate("\ud800", GREEDY), "no UTF-8"),
+        (lambda: SamplingParams(ignore_eos="x"), "ignore_eos must be True or False"),
+        (lambda: SamplingParams(n=512), "n must be at least 1 and at most 128"),
+        (lambda: SamplingParams(max_tokens=0), "max_tokens must be at least 1"),
+        (lambda: SamplingParams(min_tokens=5, max_tokens=2), "min_tokens 5 exceeds max_tokens 2"),
+    ]
+    for call, said in calls:
+        with pytest.raises(BadRequest, match=said):
+            call()
+
+
+def test_ids_of_numpy(llm):
+    import numpy as np
+
+    ids = [65, 66, 67]
+    assert llm.generate([np.int64(i) for i in ids], GREEDY)[0].outputs == llm.generate(ids, GREEDY)[0].outputs
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "beam_search"])
+def test_ctrl_c_leaves_nothing_behind(llm, monkeypatch, call):
+    """Interrupted in the middle of a step's evaluation; the next request is answered as before."""
+    before, steps, step = llm.generate("abc", GREEDY)[0].outputs, [], llm.engine.step
+
+    def interrupted():
+        steps.append(step())
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return steps[-1]
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    asked = {"generate": lambda: llm.generate(["abc"] * 3, GREEDY), "stream": lambda: list(llm.stream("abc", GREEDY)),
+             "beam_search": lambda: llm.beam_search("abc", 3, 8)}  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        asked[call]()
+    monkeypatch.undo()
+    assert not llm._live
+    assert not llm._searches
+    assert llm.generate("abc", GREEDY)[0].outputs == before

@@ -456,3 +456,15 @@ def test_a_row_that_lists_no_indexer_is_counted_without():
     for layers, page in ((61, 1152), (122, 1152 + 132)):
         row = {**specs, "groups": [["MLAAttentionSpec", layers]], "num_blocks": 20 * GIB // (61 * page * 64)}
         assert [c.status for c in check(from_row(row)).checks] == ["ok", "ok"]
+
+
+def test_a_log_that_names_no_model_asks_for_it(tmp_path):
+    log = tmp_path / "vllm.log"
+    lines = [
+        "INFO [kv_cache_utils.py:1087] GPU KV cache size: 495,616 tokens",
+        "INFO [kv_cache_utils.py:1091] Maximum concurrency for 8,192 tokens per request: 60.50x",
+    ]
+    log.write_text("\n".join(lines))
+    said = "\n".join(report_lines(reconcile(log, None, None, None, None)))
+    assert "the log does not name the model; give --model" in said
+    assert "unknown model ''" not in said

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from kvledger.engine import Engine
@@ -62,7 +63,7 @@ def beam_params(width: int, max_tokens: int, length_penalty: float = 1.0) -> Sam
     """
     if not isinstance(width, int) or not 1 <= width <= MAX_WIDTH:
         raise BadRequest(f"beam width must be 1 … {MAX_WIDTH}, got {width}", "width")
-    if not abs(length_penalty) <= MAX_PENALTY:
+    if not isinstance(length_penalty, Real) or not abs(length_penalty) <= MAX_PENALTY:
         raise BadRequest(
             f"length_penalty must be at most {MAX_PENALTY} either way, got {length_penalty}", "length_penalty"
         )

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,12 +130,16 @@ class LLM:
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None = None, **kw: Any
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or several."""
+        """As `generate`, for one conversation or several. Raises BadRequest for what is no list of messages."""
+        talks = _as_batch(messages)
+        if not all(isinstance(talk, Sequence) and all(isinstance(m, Mapping) for m in talk) for talk in talks):
+            raise BadRequest(f"messages are a list of role and content, not {_shown(messages)}", "messages")
         return self.generate(messages, params, **kw)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The first choice's text as it comes. Ending the iteration early aborts the request."""
-        pending = self._submit([self._request(prompt, params or SamplingParams(), None)])
+        (chosen,) = _one_each(SamplingParams() if params is None else params, 1)
+        pending = self._submit([self._request(prompt, chosen, None)])
         try:
             for item, choice, delta in self._drive(pending):
                 if choice == 0 and delta:
@@ -179,10 +184,10 @@ class LLM:
         """Token ids of a prompt: text as it is, messages through the model's template. Raises BadRequest."""
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt, add_special=True))
-        if not isinstance(prompt, Sequence) or not all(isinstance(item, int | Mapping) for item in prompt):
+        if not isinstance(prompt, Sequence) or not all(isinstance(item, Integral | Mapping) for item in prompt):
             raise BadRequest(f"a prompt is text, token ids or messages, not {_shown(prompt)}", "prompt")
-        if all(isinstance(item, int) for item in prompt):
-            return tuple(prompt)  # type: ignore[arg-type]
+        if all(isinstance(item, Integral) for item in prompt):
+            return tuple(map(int, prompt))  # type: ignore[arg-type]
         from kvledger.text.chat import require_template
 
         text = require_template(self.loaded.template).render(prompt)  # type: ignore[arg-type]
@@ -342,7 +347,7 @@ def _as_batch(prompts: Any) -> list[Prompt]:
         raise BadRequest(
             f"prompts are text, token ids or messages, or a list of these, not {_shown(prompts)}", "prompt"
         )
-    return [prompts] if prompts and isinstance(prompts[0], int | Mapping) else list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], Integral | Mapping) else list(prompts)
 
 
 def _shown(value: object) -> str:
@@ -352,6 +357,8 @@ def _shown(value: object) -> str:
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if not isinstance(params, SamplingParams | Sequence):
+        raise BadRequest(f"params must be SamplingParams, or a list of these, got {_shown(params)}", "params")
     each = [params] * count if isinstance(params, SamplingParams) else list(params)
     if not all(isinstance(item, SamplingParams) for item in each):
         raise BadRequest(f"params must be SamplingParams, got {_shown(params)}", "params")

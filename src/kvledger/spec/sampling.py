@@ -61,6 +61,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         self._check_numbers()
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadRequest(f"{name} must be True or False, got {getattr(self, name)!r}", name)
         _check_each("stop", self.stop, str, "a text")
         _check_each("stop_token_ids", self.stop_token_ids, Integral, "a token id")
         if self.allowed_token_ids is not None:

@@ -99,7 +99,9 @@ class Tokenizer:
         try:
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise BadRequest(f"the text is not valid Unicode: {error}") from error
+            raise BadRequest(
+                "the text is not valid Unicode: it holds a lone surrogate, or bytes that are no UTF-8"
+            ) from error
         return [*self._tokens.prefix, *ids, *self._tokens.suffix] if add_special else ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:

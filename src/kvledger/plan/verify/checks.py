@@ -81,7 +81,8 @@ def check(record: Record) -> Verdict:
     try:
         shape = shape_of(record)
     except KvledgerError as error:
-        return Verdict(record, "", (Check("shape", record.model, None, 0, "skipped", str(error)),))
+        cause = str(error) if record.model else "the log does not name the model; give --model"
+        return Verdict(record, "", (Check("shape", record.model, None, 0, "skipped", cause),))
     if record.engine == "vllm" and any(isinstance(x.cache, LatentKV) and x.cache.ratio > 1 for x in shape.model.layers):
         reason = "compressed latents are not followed to the token"
         return Verdict(record, shape.source, (Check("shape", record.model, None, 0, "skipped", reason),))
