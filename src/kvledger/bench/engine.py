@@ -18,6 +18,7 @@ from kvledger.bench.common import plain
 from kvledger.build import Loaded, Progress, build_engine
 from kvledger.data.devices import local_device
 from kvledger.engine import StepReport
+from kvledger.errors import DoesNotFit
 from kvledger.llm import engine_config
 from kvledger.metrics import Metrics
 from kvledger.plan.roofline import Roofline
@@ -25,6 +26,7 @@ from kvledger.sched.sequence import Request
 from kvledger.spec.device import DeviceSpec
 from kvledger.spec.sampling import SamplingParams
 from kvledger.spec.step import Work
+from kvledger.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,28 @@ def bench_engine(
     model: str = "smollm2", batch: int = 1, prompt: int = 128, output: int = 64, repeats: int = 3,
     progress: Progress | None = None, **options: Any,
 ) -> EngineBench:  # fmt: skip
-    """Load the model, warm up, measure `repeats` times and keep the median. Options as for `LLM`."""
+    """Load the model, warm up, measure `repeats` times and keep the median. Options as for `LLM`.
+
+    Raises DoesNotFit where the pool does not hold the batch.
+    """
     loaded = load_for(model, [(batch, prompt, output)], progress, **options)
     try:
+        _check_room(loaded, batch, prompt + output)
         return measure(loaded, batch, prompt, output, repeats)
     finally:
         loaded.engine.close()
+
+
+def _check_room(loaded: Loaded, batch: int, num_tokens: int) -> None:
+    """Raises DoesNotFit where not all sequences fit side by side: the rest would wait, and nothing be measured."""
+    pool, in_flight = loaded.pool, loaded.config.sched.max_num_batched_tokens
+    fits = pool.requests_at(num_tokens, in_flight)
+    if fits < batch:
+        missing = batch * pool.layout.blocks_for(num_tokens, in_flight) * pool.layout.block_bytes - pool.pool_bytes
+        raise DoesNotFit(
+            f"{batch:,} sequences of {num_tokens:,} tokens do not fit the KV pool of {format_bytes(pool.pool_bytes)}: "
+            f"{format_bytes(missing)} are missing, {fits:,} sequences fit", missing,
+        )  # fmt: skip
 
 
 def load_for(

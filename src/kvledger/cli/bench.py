@@ -24,10 +24,10 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 @app.command()
 def engine(
     model: ModelName = "smollm2",
-    batch: Annotated[int, typer.Option(help="Sequences that run together.")] = 1,
-    prompt: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 128,
-    output: Annotated[int, typer.Option(help="Tokens that each writes.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Runs; the median counts.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that run together.")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = 128,
+    output: Annotated[int, typer.Option(min=1, help="Tokens that each writes.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
     kv_dtype: Annotated[str, typer.Option(help="How K and V are stored.")] = "bf16",
     block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
     threads: Annotated[int | None, typer.Option(help="Threads; all cores otherwise.")] = None,
@@ -65,7 +65,7 @@ def _show_engine(found: EngineBench) -> None:
 def lesson(
     model: ModelName = "smollm2",
     kv_memory: Annotated[str, typer.Option(help="KV memory of the policy comparison on this machine.")] = "48MiB",
-    requests: Annotated[int, typer.Option(help="Requests of the simulated comparison.")] = 300,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the simulated comparison.")] = 300,
     measure: Annotated[bool, typer.Option(help="Also measure on this machine's kernels (some minutes).")] = True,
     as_json: Json = False,
 ) -> None:
