@@ -1,5 +1,7 @@
 """Every architecture on a tiny random model against transformers in float32 (fixtures: scripts/make_tiny.py)."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -102,27 +104,100 @@ def test_experts_are_stacked_and_heads_reordered(tmp_path):
     np.testing.assert_array_equal(rows[:, 1::2], original[:, 32:])
 
 
-def test_a_folder_answers(tmp_path):
-    """safetensors, config.json and tokenizer.json through the whole engine."""
+def give_tokenizer(folder):
+    """Token i is byte i."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from kvledger.llm import LLM
     from kvledger.text.pieces import byte_alphabet
 
-    folder = folder_of(tmp_path, "llama")
     letters = {chr(point): i for i, point in enumerate(sorted(byte_alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def test_a_folder_answers(tmp_path):
+    """safetensors, config.json and tokenizer.json through the whole engine."""
+    from kvledger.llm import LLM
+
+    folder = folder_of(tmp_path, "llama")
+    tokenizer = give_tokenizer(folder)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     sizes = []
     for quantise in ("", "q8_0", "q4_1"):
         with LLM(str(folder), kv_memory="1MiB", quantise=quantise) as llm:
             (output,) = llm.generate(["The same text"], params)
             sizes.append(llm.loaded.model.weight_bytes)
+            assert llm.loaded.notes == ()
         assert len(output.outputs[0].token_ids) == 12
         assert output.prompt_token_ids == tuple(tokenizer.encode("The same text").ids)
     assert sizes[0] > 3.7 * sizes[1] > 6.2 * sizes[2]  # 32, 8.5 and 5 bits per weight, norms apart
+
+
+@pytest.mark.parametrize("quantise", ["", "q8_0", "q4_1"])
+def test_a_folder_answers_on_the_command_line(tmp_path, capsys, quantise):
+    from kvledger.cli.main import main
+
+    folder = folder_of(tmp_path, "qwen3")
+    give_tokenizer(folder)
+    options = ["--quantise", quantise] if quantise else []
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(folder), "abc", "--raw", "--max-tokens", "5", "--kv-memory", "1MiB", "--seed", "1", *options])
+    said = capsys.readouterr()
+    assert ended.value.code == 0, said.err
+    assert said.out.strip("\n")
+
+
+def as_stored(w, dtype):
+    """float32 → bytes of that type."""
+    if dtype == "BF16":
+        return (w.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return w.astype({"F16": np.float16, "F32": np.float32, "F64": np.float64}[dtype]).tobytes()
+
+
+def write_safetensors(path, tensors, dtype):
+    rows, body = {}, b""
+    for name, w in tensors.items():
+        data = as_stored(w, dtype)
+        rows[name] = {"dtype": dtype, "shape": list(w.shape), "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    head = json.dumps(rows).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + body)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
+@pytest.mark.parametrize("quantise", ["", "Q8_0", "Q4_1"])
+def test_stored_types_of_safetensors(tmp_path, dtype, quantise):
+    """Read as they are, or quantised as they are read: what float32 of the same numbers gives."""
+    from safetensors.numpy import load_file
+
+    folder = folder_of(tmp_path, "llama")
+    path = folder / "model.safetensors"
+    stored = {name: w.astype(np.float16).astype(np.float32) for name, w in load_file(path).items()}
+    if dtype == "BF16":
+        stored = {name: (w.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) for name, w in stored.items()}
+    write_safetensors(path, stored, "F32")
+    expected = Reference(open_weights(folder, quantise)).logits(token_ids("llama", 256))
+    write_safetensors(path, stored, dtype)
+    weights = open_weights(folder, quantise)
+    matrix = weights.tensors["blk.0.attn_q.weight"]
+    assert matrix.ggml_type == (quantise or dtype)
+    assert matrix.num_bytes == len(matrix.data)
+    assert errors(Reference(weights).logits(token_ids("llama", 256)), expected)[0] < 1e-5
+    assert errors(run(weights, "llama", "fp32", "fp32"), expected)[0] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "shape", "said"),
+    [("mixtral", "model.layers.0.block_sparse_moe.experts.4.w1.weight", (1, 128), r"experts\.4.*has shape \(1, 128\)"),
+     ("deepseek2", "model.layers.1.self_attn.kv_b_proj.weight", (768, 64), r"kv_b_proj.*announces \(384, 64\)")],
+)  # fmt: skip
+def test_parts_that_cannot_be_joined_are_refused(tmp_path, model, tensor, shape, said):
+    row = MODELS[model] | {"shapes": MODELS[model]["shapes"] | {tensor: shape}}
+    folder = write_folder(tmp_path / model, row)
+    with pytest.raises(DamagedFile, match=said):
+        run(open_weights(folder), model, "bf16", "int8x2")
 
 
 BAD_METADATA = [

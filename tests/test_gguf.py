@@ -426,12 +426,28 @@ ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"t": {**ROW, "shape": [2**62, 2**62]}}, bytes(8), "does not lie"),
         ({"t": {**ROW, "dtype": "F8_E4M3"}}, bytes(8), "of type 'F8_E4M3'; read are F32"),
         ({"t": {**ROW, "dtype": []}}, bytes(8), "of type"),
+        ({"t": ROW, "u": {**ROW, "data_offsets": [4, 12]}}, bytes(12), "tensors 't' and 'u' overlap"),
+        (b'{"t": {}, "t": {}}', bytes(8), "'t' appears twice"),
     ],
 )
 def test_damaged_safetensors(tmp_path, head, body, match):
     path = st_file(tmp_path / "m.safetensors", head, body)
     with pytest.raises((DamagedFile, UnsupportedModel), match=match):
         read_safetensors(path)
+
+
+def test_safetensors_that_are_no_file(tmp_path):
+    (tmp_path / "m.safetensors").mkdir()
+    with pytest.raises(DamagedFile, match=r"m\.safetensors cannot be read"):
+        read_safetensors(tmp_path / "m.safetensors")
+
+
+def test_tensors_of_two_files_at_once(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for name in ("a", "b"):
+        st_file(tmp_path / f"{name}.safetensors", {"t": ROW}, bytes(8))
+    with pytest.raises(DamagedFile, match=r"tensor 't' is in a\.safetensors and in b\.safetensors"):
+        open_weights(tmp_path)
 
 
 def test_safetensors_of_absurd_header(tmp_path):

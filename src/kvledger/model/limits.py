@@ -6,7 +6,7 @@ layers alike, whole vectors of 16 channels, sizes known. A model beyond it is re
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from kvledger.errors import DamagedFile, UnsupportedModel
 from kvledger.model.decoder import Decoder
@@ -18,6 +18,8 @@ LANES = 16
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length", "expert_feed_forward_length")
 _OPTIONAL = ("attn_q.bias", "attn_q_norm.weight", "attn_k_norm.weight", "attn_output.bias", "ffn_down.bias")
 _OF_EXPERTS = ("exp_probs_b.bias", "ffn_gate_shexp.weight", "ffn_gate_inp_shexp.weight")
+_DENSE_PARTS = ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+_EXPERT_PARTS = ("ffn_norm", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _NORMED = ("attn_q_norm.weight", "attn_k_norm.weight")
 _NEEDED = {"qwen2": ("attn_q.bias",), "qwen3": _NORMED, "qwen3moe": _NORMED, "gemma3": _NORMED}
 _GATING = (0, 1, 2)  # not said, softmax, sigmoid
@@ -29,6 +31,9 @@ def check(facts: Facts, spec: ModelSpec, d: Decoder, names: Container[str]) -> N
     `names`: of the file's tensors.
     """
     _check_feed_forward(facts, d)
+    for name in _required(d):
+        if name not in names:
+            raise DamagedFile(f"there is no tensor {name!r}")
     _check_optional(facts, d, names)
     for key in _PER_LAYER:
         _check_alike(facts, key, d.num_layers)
@@ -42,6 +47,22 @@ def _check_feed_forward(facts: Facts, d: Decoder) -> None:
         facts.positive("feed_forward_length")
     if d.experts is not None and (gating := facts.count("expert_gating_func", 1)) not in _GATING:
         raise UnsupportedModel(f"'{facts.arch}.expert_gating_func' {gating} is not computed here; 1 and 2 are")
+
+
+def _required(d: Decoder) -> Iterator[str]:
+    """Tensors that the program reads whatever is found. That they are there means that sizes have been compared."""
+    yield from ("token_embd.weight", "output_norm.weight")
+    for layer in range(d.num_layers):
+        attention = _attention_parts(d)
+        feed_forward = _EXPERT_PARTS if d.experts is not None and layer >= d.dense_layers else _DENSE_PARTS
+        yield from (f"blk.{layer}.{part}.weight" for part in (*attention, *feed_forward))
+
+
+def _attention_parts(d: Decoder) -> tuple[str, ...]:
+    if d.latent is None:
+        return ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", *(("post_attention_norm",) * d.post_norms))
+    queries = ("attn_q_a", "attn_q_a_norm", "attn_q_b") if d.latent.query_rank else ("attn_q",)
+    return ("attn_norm", *queries, "attn_kv_a_mqa", "attn_kv_a_norm", "attn_k_b", "attn_v_b", "attn_output")
 
 
 def _check_optional(facts: Facts, d: Decoder, names: Container[str]) -> None:

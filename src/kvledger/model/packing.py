@@ -130,6 +130,7 @@ class Part:
         return Part(f"{stack.name}[{index}]", stack.shape[1:], stack.ggml_type, data)
 
 
+@np.errstate(all="ignore")  # a damaged file's scale may be no number: its logits will not be, either
 def levels_of(tensor: Tensor) -> Levels:
     """The levels of a matrix of a type in `_BLOCKS`; others are requantised."""
     k = _columns(tensor)
@@ -182,6 +183,7 @@ def _short(scale: Array) -> Array:
     return scale.astype(np.float16).astype(np.float32) if fits.all() else scale
 
 
+@np.errstate(all="ignore")
 def dense(tensor: Tensor) -> Array:
     """The tensor as float32. Raises UnsupportedModel for a type nobody decodes."""
     raw = np.ascontiguousarray(tensor.data)
@@ -214,8 +216,7 @@ def pack_matrices(tensors: Sequence[Tensor], rows: Sequence[Array | None] | None
         parts = [dense(t).reshape(-1, _columns(t)) for t in tensors]
         stacked = np.concatenate([p if r is None else p[r] for p, r in zip(parts, orders, strict=True)])
         return pack_dense(stacked, 16 if not exact or kinds == {"BF16"} else 32)
-    with np.errstate(all="ignore"):  # a damaged file's scale may be no number: its logits will not be, either
-        levels = [levels_of(t) for t in tensors]
+    levels = [levels_of(t) for t in tensors]
     if len({p.bits for p in levels}) > 1:
         levels = [p._replace(bits=8) for p in levels]  # a byte holds fewer bits, too
     ordered = [p if r is None else _take(p, r) for p, r in zip(levels, orders, strict=True)]

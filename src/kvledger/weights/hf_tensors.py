@@ -124,7 +124,14 @@ def _stack(name: str, parts: Mapping[int, str]) -> Recipe:
     missing = next((i for i in range(len(parts)) if i not in parts), None)
     if missing is not None:
         raise DamagedFile(f"{name}: expert {missing} is missing")
-    return Recipe([parts[i] for i in range(len(parts))], np.stack, lambda shapes: (len(shapes), *shapes[0]))
+
+    def shape(shapes: list[Shape]) -> Shape:
+        for index, found in enumerate(shapes):
+            if found != shapes[0]:
+                raise DamagedFile(f"tensor {parts[index]!r} has shape {found}, expert 0 has {shapes[0]}")
+        return (len(shapes), *shapes[0])
+
+    return Recipe([parts[i] for i in range(len(parts))], np.stack, shape)
 
 
 def _split_kv_b(facts: Facts, layer: str, name: str) -> dict[str, Recipe]:
@@ -139,9 +146,15 @@ def _split_kv_b(facts: Facts, layer: str, name: str) -> dict[str, Recipe]:
     def v_b(parts: list[Array]) -> Array:
         return parts[0].reshape(heads, nope + value, latent)[:, nope:]
 
+    def checked(shapes: list[Shape], result: Shape) -> Shape:
+        whole = (heads * (nope + value), latent)
+        if nope < 1 or shapes[0] != whole:
+            raise DamagedFile(f"tensor {name!r} has shape {shapes[0]}; config.json announces {whole}")
+        return result
+
     return {
-        f"blk.{layer}.attn_k_b.weight": Recipe([name], k_b, lambda _: (heads, latent, nope)),
-        f"blk.{layer}.attn_v_b.weight": Recipe([name], v_b, lambda _: (heads, value, latent)),
+        f"blk.{layer}.attn_k_b.weight": Recipe([name], k_b, lambda shapes: checked(shapes, (heads, latent, nope))),
+        f"blk.{layer}.attn_v_b.weight": Recipe([name], v_b, lambda shapes: checked(shapes, (heads, value, latent))),
     }
 
 

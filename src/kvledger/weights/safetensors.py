@@ -8,6 +8,7 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -156,6 +157,13 @@ def _check_index(folder: Path, found: Mapping[str, Stored]) -> None:
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
     """Name → where it is stored, every range checked. Raises DamagedFile, UnsupportedModel."""
+    try:
+        return _read(path)
+    except OSError as error:
+        raise DamagedFile(f"{path.name} cannot be read: {error.strerror or error}") from error
+
+
+def _read(path: Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
@@ -164,17 +172,36 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
             raise DamagedFile(f"{path.name}: a header of {length:,} bytes in a file of {size:,}")
         header = _parse_header(path, file.read(length))
     start = 8 + length
-    return {name: _entry(path, name, row, start, size) for name, row in header.items() if name != "__metadata__"}
+    found = {name: _entry(path, name, row, start, size) for name, row in header.items() if name != "__metadata__"}
+    _check_overlap(path, found)
+    return found
+
+
+def _check_overlap(path: Path, found: Mapping[str, Stored]) -> None:
+    end, before = 0, ""
+    for name, stored in sorted(found.items(), key=lambda item: item[1].offset):
+        if stored.num_bytes and stored.offset < end:
+            raise DamagedFile(f"{path.name}: tensors {before!r} and {name!r} overlap")
+        end, before = max(end, stored.offset + stored.num_bytes), name
 
 
 def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise DamagedFile(f"{path.name}: the header is not JSON: {error}") from error
+        raise DamagedFile(f"{path.name}: the header is not JSON as it should be: {error}") from error
     if not isinstance(header, dict):
         raise DamagedFile(f"{path.name}: the header is a JSON {type(header).__name__}, not an object")
     return header
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are all different. Raises ValueError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"{names.most_common(1)[0][0]!r} appears twice")
+    return found
 
 
 def _entry(path: Path, name: str, row: Any, start: int, size: int) -> Stored:
