@@ -16,7 +16,7 @@ from golden_models import described
 
 HERE = Path(__file__).parent
 FIRST, COUNT = 0, 20
-MOST_SECONDS, MOST_MIB = 20, 1500
+MOST_SECONDS, MOST_MIB = 20, 1500  # of computing, the first one compiles; resident
 SOME = [list(described())[i::3] for i in range(3)]
 
 
