@@ -222,9 +222,9 @@ def test_a_hub_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch, reache
     """Neither a name that nobody looks up nor packets that nobody answers."""
 
     def silent(*args, **kwargs):
-        if reached:
-            raise TimeoutError
-        threading.Event().wait(30)
+        if not reached:
+            threading.Event().wait(30)
+        raise TimeoutError
 
     monkeypatch.setenv("KVLEDGER_CACHE", str(tmp_path))
     monkeypatch.setattr(fetch_hub, "REACH_S", 0.2)
