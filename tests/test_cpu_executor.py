@@ -51,8 +51,8 @@ def test_the_pool_is_what_the_layout_says(kv, block):
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [
-        (("bf16", "auto"), 0.04 if MODES["auto"] == "mixed" else 0.015), (("bf16", "int8"), 0.04), (("bf16", "int8x2"), 0.008), (("fp32", "fp32"), 2e-5),
-        (("int8", "int8x2"), 0.02), (("fp8", "int8x2"), 0.08),
+        (("bf16", "auto"), 0.04 if MODES["auto"] == "mixed" else 0.015), (("bf16", "int8"), 0.04),
+        (("bf16", "int8x2"), 0.008), (("fp32", "fp32"), 2e-5), (("int8", "int8x2"), 0.02), (("fp8", "int8x2"), 0.08),
     ],
     ids=str,
 )  # fmt: skip
