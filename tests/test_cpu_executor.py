@@ -167,7 +167,7 @@ def test_refusals_name_what_is_missing():
         executor(decoder(), kv="q4_0")
     with pytest.raises(UnsupportedModel, match="falcon"):
         executor(decoder("falcon"))
-    with pytest.raises(UnsupportedModel, match="multiple of 32"):
+    with pytest.raises(UnsupportedModel, match="multiples of 32"):
         executor(decoder(inner=100, kind="F32"))
 
 

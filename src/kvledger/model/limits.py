@@ -1,7 +1,7 @@
 """What the program and its kernels take for granted of a model, checked before anything is packed.
 
 `spec.gguf_shapes` has compared tensors with the metadata; this compares the metadata with what `decoder` computes: all
-layers alike, whole vectors of 16 channels, sizes known. A model beyond it is refused, not computed wrongly.
+layers alike, whole vectors and groups of channels, sizes known. A model beyond it is refused, not computed wrongly.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 from kvledger.errors import DamagedFile, UnsupportedModel
+from kvledger.kernels.packed import GROUP
 from kvledger.model.decoder import Decoder
 from kvledger.spec.from_gguf import Facts
 from kvledger.spec.kv import CacheSpec, ChunkedKV, FullKV, LatentKV
@@ -91,6 +92,9 @@ def _check_channels(d: Decoder) -> None:
     for what, size in sizes.items():
         if size % LANES:
             raise UnsupportedModel(f"{what} of {size} channels is not computed here; multiples of {LANES} are")
+    for what, size in {"a hidden state": d.hidden, "a feed-forward layer": d.inner}.items():
+        if size % GROUP:
+            raise UnsupportedModel(f"{what} of {size} channels is not computed here; multiples of {GROUP} are")
     turned = d.ropes[0].dim
     if d.pairs and not d.latent and turned != d.head_dim:
         raise UnsupportedModel(

@@ -115,6 +115,7 @@ class Ops:
         `fine`: a product whose errors matter most (see `integer_mode`). `rows`: `index` and `share` (see
         `elementwise.quantise`) and `count`, the address of the number of rows.
         """
+        _check_fit(source, matrix, target, gated=bool(activation))
         mode = self.mode_for(matrix, fine=fine)
         x = self.activations(matrix.cols, mode)
         count = rows.pop("count", 0)
@@ -141,3 +142,11 @@ class Ops:
         """An op whose number of rows lies at address `count` (0: the step's)."""
         place = mm.ROWS_AT // 8
         self.ops.append([*op, *[0] * (place - len(op)), count])
+
+
+def _check_fit(source: Array, matrix: pk.PackedMatrix, target: Array, *, gated: bool) -> None:
+    """Kernels check no bounds. Raises DamagedFile for a matrix that reads or writes past its buffers' rows."""
+    reads, writes = matrix.cols * (2 if gated else 1), matrix.num_tiles * pk.TILE
+    if source.shape[1] < reads or target.strides[0] < 4 * writes:
+        room = f"{source.shape[1]} numbers in and {target.strides[0] // 4} out"
+        raise DamagedFile(f"a matrix of {matrix.rows} × {matrix.cols} does not fit a row of {room}")
