@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvledger.errors import DamagedFile, UnsupportedModel
+from kvledger.errors import ConfigError, DamagedFile, UnsupportedModel
 from kvledger.exec.cpu import MODES, CpuExecutor
 from kvledger.sched.sequence import Sequence
 from kvledger.sched.step import Chunk, Step
@@ -29,7 +29,8 @@ def sequence(ids, first_block=0, seq_id=0, block=16, room=64, groups=1, **params
 
 
 def all_logits(ex, ids, **where):
-    seq = sequence(ids, prompt_logprobs=0, **where)
+    shape = {"block": ex.layout.block_size, "groups": len(ex.layout.groups)}
+    seq = sequence(ids, prompt_logprobs=0, **shape, **where)
     return ex.logits(Step((Chunk(seq, 0, len(ids), True),)))
 
 
@@ -38,10 +39,10 @@ def tokens(count, vocab=96):
 
 
 @pytest.mark.parametrize(
-    ("kv", "block"), [("bf16", 16), ("bf16", 8), ("int8", 16), ("fp8", 32), ("fp32", 16), ("bf16", 256)]
+    ("kv", "block"), [("bf16", 16), ("bf16", 8), ("int8", 16), ("fp8", 32), ("fp32", 16), ("bf16", 256), ("int4", 32)]
 )
 def test_the_pool_is_what_the_layout_says(kv, block):
-    ex = executor(decoder(), kv=kv, block=block, num_blocks=7)
+    ex = executor(decoder(dim=32), kv=kv, block=block, num_blocks=7)
     assert ex.num_blocks == 7
     assert ex.kv_bytes == 7 * ex.layout.block_bytes
     ex.close()
@@ -66,6 +67,26 @@ def test_logits_are_the_reference(case, tolerance, kind):
     ex.close()
     assert got.shape == expected.shape
     assert np.sqrt(((got - expected) ** 2).mean()) <= tolerance * expected.std()
+
+
+def test_int4_keeps_the_newest_tokens_as_bf16_keeps_them_and_older_ones_nearly():
+    weights = decoder(dim=32, hidden=128)
+    ids = tokens(400)
+    plain, ex = executor(weights, activations="fp32"), executor(weights, kv="int4", block=32, activations="fp32")
+    expected, got = all_logits(plain, ids, room=0), all_logits(ex, ids, room=0)
+    plain.close()
+    ex.close()
+    assert np.array_equal(got[:128], expected[:128])
+    assert not np.array_equal(got[128], expected[128])
+    error = np.sqrt(((got[128:] - expected[128:]) ** 2).mean())
+    assert error <= 0.08 * expected.std()
+
+
+def test_int4_needs_whole_groups():
+    with pytest.raises(ConfigError, match=r"multiple of 32 tokens per block, got 16; nearest: 32"):
+        executor(decoder(dim=32), kv="int4")
+    with pytest.raises(ConfigError, match=r"multiple of 32 channels per head, got 80; nearest: 64"):
+        executor(decoder(dim=80, kv_heads=1, heads=2), kv="int4", block=32)
 
 
 def test_a_vocabulary_that_fills_no_tile():
@@ -165,6 +186,8 @@ def test_refusals_name_what_is_missing():
         executor(weights)
     with pytest.raises(UnsupportedModel, match="q4_0"):
         executor(decoder(), kv="q4_0")
+    with pytest.raises(UnsupportedModel, match=r"int2_k/int2_v are not computed here; .*int4"):
+        executor(decoder(dim=32), kv="kivi2", block=32)
     with pytest.raises(UnsupportedModel, match="falcon"):
         executor(decoder("falcon"))
     with pytest.raises(UnsupportedModel, match="multiples of 32"):

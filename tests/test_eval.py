@@ -184,8 +184,8 @@ def test_what_users_get_wrong(model, tmp_path):
     (tmp_path / "empty").write_text("")
     with pytest.raises(ConfigError, match="has 0 tokens"):
         evaluate(Asked(str(model), tmp_path / "empty"))
-    with pytest.raises(UnsupportedModel, match="int4"):
-        evaluate(Asked(str(model), kv_dtypes=("int4",), num_tokens=40, contexts=()))
+    with pytest.raises(UnsupportedModel, match="q4_0"):
+        evaluate(Asked(str(model), kv_dtypes=("q4_0",), num_tokens=40, contexts=()))
     with pytest.raises(UnknownName, match="int9"):
         evaluate(Asked(str(model), kv_dtypes=("int9",), num_tokens=40, contexts=()))
 

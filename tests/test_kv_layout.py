@@ -24,10 +24,13 @@ lengths = st.integers(0, 2_000_000)
 @pytest.mark.parametrize("dtype", ["bf16", "int4"])
 def test_layout_of_every_model(model, dtype):
     layout = model.kv_layout(dtype)
-    assert layout.block_bytes == layout.num_slots * layout.page_bytes
-    assert sorted(i for g in layout.groups for i in g.layers) == [
-        i for i, x in enumerate(model.layers) if x.cache is not None
-    ]
+    ordinary, newest = ([g for g in layout.groups if g.is_residual == flag] for flag in (False, True))
+    assert layout.block_bytes >= layout.num_slots * max(g.page_bytes for g in ordinary)
+    assert all(len(g.layers) * g.page_bytes <= layout.block_bytes for g in layout.groups)
+    kept = [i for i, x in enumerate(model.layers) if x.cache is not None]
+    assert sorted(i for g in ordinary for i in g.layers) == kept
+    growing = [i for i in kept if not isinstance(model.layers[i].cache, StateKV)]
+    assert sorted(i for g in newest for i in g.layers) == (growing if dtype == "int4" else [])
     held = [layout.bytes_for(n) for n in TOKENS]
     assert held[0] == 0
     assert held == sorted(held)
@@ -103,8 +106,7 @@ def _sharded(model, dtype, block_size, tp):
 @given(models, dtypes, st.integers(1, 10_000))
 def test_pool_shape_is_blocks_times_block_bytes(model, dtype, num_blocks):
     layout = model.kv_layout(dtype)
-    slots, count, page = layout.pool_shape(num_blocks)
-    assert slots * count * page == num_blocks * layout.block_bytes
+    assert layout.pool_shape(num_blocks) == (num_blocks, layout.block_bytes)
     assert len(layout.tensor_shapes(num_blocks)) == len(layout.groups)
 
 
@@ -132,10 +134,32 @@ def test_bytes_per_token(name, dtype, per_token):
 
 def test_kivi_keeps_its_newest_tokens_unquantised():
     layout = KVLayout.of([FullKV(1, 128, 128)], KVStorage.of("int4"), 32)
-    assert layout.bytes_for(128) == 128 * 256 * 2
-    # 128 older tokens: 4 bits, and 4 bytes per 32 of a channel (keys) or of a token's channels (values)
-    older = 128 * 128 // 2 + 128 * 4 * 4 + 128 * 128 // 2 + 128 * 4 * 4
-    assert layout.bytes_for(256) == 128 * 256 * 2 + older
+    group = 32 * 256 // 2 + 2 * 128 * 4  # 4 bits, and 4 bytes per 32 of a channel (keys) or a token's channels (values)
+    newest = 128 * 256 * 2
+    assert layout.bytes_for(31) == 31 * 256 * 2
+    assert (
+        layout.bytes_for(32) == 32 * 256 * 2 + group
+    )  # whole groups are quantised at once, and kept twice for a while
+    assert layout.bytes_for(256) == newest + 8 * group
+    assert layout.bytes_for(257) == newest + 8 * group
+    # what is read: each token once, the last 97 to 128 of them in bf16
+    assert [layout.read_bytes(n) for n in (128, 129, 160)] == [
+        newest, 97 * 256 * 2 + group, newest + group
+    ]  # fmt: skip
+    assert layout.bytes_per_token == group // 32
+
+
+def test_a_residual_fits_the_blocks_it_is_kept_in():
+    """30 layers of SmolLM2 in int4: a block holds nine bf16 pages, so four groups of eight at most keep the newest."""
+    layout = KVLayout.of([FullKV(3, 64, 64)] * 30, KVStorage.of("int4"), 32)
+    page = 3 * 32 * 128 * 2
+    assert layout.block_bytes == 30 * page * 10 // 32
+    assert [len(g.layers) for g in layout.groups] == [30, 8, 8, 7, 7]
+    assert [g.spec for g in layout.groups[1:]] == [WindowKV(3, 64, 64, 128)] * 4
+    assert layout.blocks_for(2048) == 64 + 4 * 5
+    narrow = KVLayout.of([WindowKV(3, 64, 64, 48)], KVStorage.of("int4"), 32)
+    assert narrow.groups[1].spec.window == 48
+    assert narrow.block_bytes == page  # one layer's bf16 page at least
 
 
 def test_windows_stop_growing():

@@ -158,6 +158,17 @@ def test_beams_are_those_of_a_search_from_scratch(llm, width):
     assert all(b.score == pytest.approx(b.logprob / len(b.token_ids)) for b in found)
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_beams_of_a_quantised_cache_are_those_of_a_search_from_scratch(tmp_path, kv_dtype):
+    """Forks copy a block that is partly sealed, and the residual's beside it; the prompt crosses a group of 32."""
+    path = write_tiny_model(tmp_path / "tiny.gguf")
+    with LLM(str(path), kv_memory="4MiB", kv_dtype=kv_dtype) as llm:
+        prompt = "y" * 156  # the fourth of what follows completes the fifth group
+        found = llm.beam_search(prompt, 3, 8)[0]
+        assert [b.token_ids for b in found if len(b.token_ids) == 8] == brute_force_beams(llm, prompt, 3, 8)
+        llm.engine.scheduler.check()
+
+
 def test_beams_share_the_blocks_of_what_they_have_in_common(tmp_path):
     path = write_tiny_model(tmp_path / "tiny.gguf")
     with LLM(str(path), kv_memory="1MiB", prefix_caching=False) as llm:

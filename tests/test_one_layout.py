@@ -37,7 +37,7 @@ def spec_of(caches, context=4096):
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 64])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_planned_blocks_are_the_pools_blocks(kind, dtype, block_size):
     spec = spec_of(KINDS[kind])
@@ -46,16 +46,17 @@ def test_planned_blocks_are_the_pools_blocks(kind, dtype, block_size):
     engine = assemble(spec, plan, config, SimulatedExecutor(plan, Instant()))
     assert engine.scheduler.pool.num_blocks == plan.num_blocks == engine.executor.num_blocks
     assert engine.executor.kv_bytes == plan.num_blocks * plan.layout.block_bytes == plan.pool_bytes
-    slots, blocks, page = plan.layout.pool_shape(plan.num_blocks)
-    assert slots * blocks * page == plan.pool_bytes <= 8 * MIB
+    blocks, size = plan.layout.pool_shape(plan.num_blocks)
+    assert blocks * size == plan.pool_bytes <= 8 * MIB
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_never_holds_more_blocks_than_the_layout_says(kind):
+def test_a_sequence_never_holds_more_blocks_than_the_layout_says(kind, dtype):
     """Grown to any length, alone, whatever the chunks: at most `blocks_for(length, in_flight)`."""
     spec = spec_of(KINDS[kind])
-    config = EngineConfig(CacheConfig(block_size=16), SchedulerConfig(max_num_batched_tokens=50))
-    layout = spec.kv_layout("bf16", 16)
+    config = EngineConfig(CacheConfig(block_size=32), SchedulerConfig(max_num_batched_tokens=50))
+    layout = spec.kv_layout(dtype, 32)
     plan = plan_pool(layout, 2000 * layout.block_bytes)
     engine = assemble(spec, plan, config, SimulatedExecutor(plan, Instant()))
     seq = engine.add(Request("a", tuple(range(90)) * 8, SamplingParams(max_tokens=600)))

@@ -102,10 +102,10 @@ def models(tmp_path_factory):
     return {w: (f, model_from_gguf(f.metadata, f.facts)) for w, f in files.items()}
 
 
-def configure(spec, num_blocks, prefix=True, **sched):
+def configure(spec, num_blocks, prefix=True, kv="bf16", **sched):
     options = {"max_num_batched_tokens": 48, "max_num_seqs": 6, "growth_tokens": 0} | sched
-    config = EngineConfig(CacheConfig(block_size=16, prefix_caching=prefix), SchedulerConfig(**options))
-    layout = spec.kv_layout("bf16", 16)
+    config = EngineConfig(CacheConfig(kv_dtype=kv, prefix_caching=prefix), SchedulerConfig(**options))
+    layout = spec.kv_layout(kv, config.cache.tokens_per_block)
     return config, PoolPlan(layout, num_blocks * layout.block_bytes, num_blocks, "test")
 
 
@@ -115,7 +115,7 @@ def run_cpu(model, num_blocks, requests=None, swap=0, activations="auto", **opti
 
     gguf, spec = model
     config, pool = configure(spec, num_blocks, **options)
-    store, how = BlockStore(pool.layout, swap), ExecConfig(activations=activations)
+    store, how = BlockStore(swap), ExecConfig(activations=activations)
     recorder = Recorder(CpuExecutor(gguf, spec, pool.layout, num_blocks, how, store=store), [])
     engine = assemble(spec, pool, config, recorder, tiers=TierPlan(swap))
     try:
@@ -175,6 +175,37 @@ def test_text_does_not_depend_on_the_schedule(models, window):
         run = run_cpu(models[window], BLOCKS[blocks], **options)
         assert run.count(Finished) == len(alone)
         assert run.texts == alone, (blocks, options)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_nor_on_any_kv_type(models, kv, window):
+    """Alone and uncached, in small chunks, hit, preempted by recompute and by swap, forked: the same tokens.
+
+    The long request reads most of its context quantised; beside it run those that share beginnings with it.
+    """
+    prompt = tuple(range(60, 160)) * 2
+    long = [(0, Request("long", prompt, SamplingParams(max_tokens=60, temperature=0.9, seed=6, n=2)))]
+    again = [(at, replace(long[0][1], request_id=f"{at}")) for at in (20, 90)]  # while it runs, and when it is gone
+    requests = [*long, *trace()[:6], *again]
+
+    def run(num_blocks, wanted=requests, **options):
+        return run_cpu(models[window], num_blocks, wanted, kv=kv, **options)
+
+    alone = {}
+    for _, request in requests:
+        alone |= run(300, [(0, request)], prefix=False).texts
+    room = max(18, configure(models[window][1], 1, kv=kv)[1].layout.blocks_for(261, in_flight=48) + 4)
+    runs = [
+        run(300), run(300, max_num_batched_tokens=7), run(300, max_num_batched_tokens=512), run(room),
+        run(room, swap=200, prefix=False),
+    ]  # fmt: skip
+    for number, found in enumerate(runs):
+        assert found.texts == alone, number
+    assert any(isinstance(e, Admitted) and e.num_cached for e in runs[0].events)
+    if window is None:
+        assert runs[3].count(Preempted)
+        assert runs[4].count(Preempted, is_swapped=True)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "deepseek2", "qwen3moe"])

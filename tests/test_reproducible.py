@@ -12,6 +12,9 @@ CASES = {
     "two terms": ({}, "bf16", "int8x2"),
     "int8 cache": ({}, "int8", "auto"),
     "fp8 cache": ({}, "fp8", "auto"),
+    "int4 cache": ({}, "int4", "auto"),
+    "int4 windows": ({"attention__sliding_window": 200}, "int4", "auto"),
+    "int4 narrow windows": ({"attention__sliding_window": 48}, "int4", "auto"),
     "windows": ({"attention__sliding_window": 48}, "bf16", "auto"),
     "float32": ({}, "fp32", "fp32"),
 }
@@ -20,8 +23,9 @@ LENGTH = 600  # three spans of attention
 
 def run_in(ex, ids, sizes, others=()):
     """Logits of all positions; chunks of `sizes` in turn, and `others` beside the first."""
-    seq, rows, at = sequence(ids, prompt_logprobs=0), [], 0
-    beside = [Chunk(sequence(o, 100 + 10 * i, i + 1), 0, len(o), False) for i, o in enumerate(others)]
+    where = {"block": ex.layout.block_size, "groups": len(ex.layout.groups)}
+    seq, rows, at = sequence(ids, prompt_logprobs=0, **where), [], 0
+    beside = [Chunk(sequence(o, 100 + 10 * i, i + 1, **where), 0, len(o), False) for i, o in enumerate(others)]
     while at < len(ids):
         n = min(sizes[len(rows) % len(sizes)], len(ids) - at)
         chunk = Chunk(seq, at, n, at + n == len(ids))
@@ -35,7 +39,8 @@ def test_chunks_batch_and_threads_change_nothing(case):
     changes, kv, activations = CASES[case]
     weights = decoder(dim=32, hidden=128, **changes)
     ids, others = tokens(LENGTH), [tokens(n) for n in (3, 40, 17, 64, 1)]
-    ex = executor(weights, kv=kv, activations=activations, num_blocks=200)
+    how = {"kv": kv, "activations": activations, "num_blocks": 200, "block": 32 if kv == "int4" else 16}
+    ex = executor(weights, **how)
     whole = run_in(ex, ids, [LENGTH])
     assert np.isfinite(whole).all()
     for sizes in ([7], [512], [1, 30, 2, 200]):
@@ -44,7 +49,7 @@ def test_chunks_batch_and_threads_change_nothing(case):
     assert np.array_equal(run_in(ex, ids, [33, 400], others), whole)
     assert np.array_equal(run_in(ex, ids[:70], [1]), whole[:70])
     ex.close()
-    ex = executor(weights, kv=kv, activations=activations, num_blocks=200, threads=1)
+    ex = executor(weights, **how, threads=1)
     assert np.array_equal(run_in(ex, ids, [100]), whole)
     ex.close()
 

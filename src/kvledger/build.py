@@ -76,7 +76,7 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
     template = ChatTemplate.from_metadata(gguf.metadata, tokenizer)
     namespace = _fingerprint(gguf, pool, config)
     tiers = plan_tiers(spec, pool, config, namespace)
-    store = BlockStore(pool.layout, tiers.num_host_slots, tiers.disk)
+    store = BlockStore(tiers.num_host_slots, tiers.disk)
     notes = _notes(gguf, config)
     if progress is None:
         for note in notes:

@@ -29,7 +29,7 @@ def engine(
     output: Annotated[int, typer.Option(min=1, help="Tokens that each writes.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
     kv_dtype: Annotated[str, typer.Option(help="How K and V are stored.")] = "bf16",
-    block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per block; default: 16, int4 32.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads; all cores otherwise.")] = None,
     activations: Annotated[str, typer.Option(help="auto, int8, int8x2 or fp32.")] = "auto",
     as_json: Json = False,

@@ -28,7 +28,7 @@ def serve(
     port: int = typer.Option(8000, help="Port to listen on; 0 takes a free one."),
     kv_memory: str = typer.Option("", help="Bytes of the KV pool, as 2GiB; default: a share of free memory."),
     kv_dtype: str = typer.Option(_CACHE.kv_dtype, help="Type of K and V in the cache."),
-    block_size: int = typer.Option(_CACHE.block_size, help="Tokens per block: 8, 16, 32, 64, 128 or 256."),
+    block_size: int = typer.Option(None, help="Tokens per block: 8 … 256, a power of two; default: 16, int4 32."),
     max_model_len: str = typer.Option("", help="Longest prompt and output together, as 8k; default: the model's."),
     max_num_seqs: int = typer.Option(_SCHED.max_num_seqs, help="Sequences that run at once."),
     max_num_batched_tokens: int = typer.Option(_SCHED.max_num_batched_tokens, help="Tokens computed in one step."),

@@ -46,9 +46,8 @@ class Ours:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Of a full block."""
-        layout = self.llm.loaded.pool.layout
-        return layout.bytes_for(layout.block_size) / layout.block_size
+        """Scales included; without what a type keeps of the newest tokens in bf16."""
+        return self.llm.loaded.pool.layout.bytes_per_token
 
     def logits(self, token_ids: Sequence[int]) -> Iterator[Logits]:
         return logit_rows(self.llm.engine, token_ids)

@@ -28,7 +28,7 @@ from kvledger.text.tokenizer import Tokenizer
 from kvledger.weights.open import open_weights
 from kvledger.weights.store import resolve
 
-KV_DTYPES = ("bf16", "fp32", "int8", "fp8")
+KV_DTYPES = ("bf16", "fp32", "int8", "fp8", "int4")
 ACTIVATIONS = ("auto", "int8", "int8x2", "fp32")
 Progress = Callable[[str], None]
 

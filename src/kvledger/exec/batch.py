@@ -1,11 +1,13 @@
 """A step's chunks as the flat arrays that kernels read: rows, segments, block tables, units of attention.
 
-A *segment* is a run of consecutive rows of one sequence; a *unit* is up to MAX_ROWS query rows of one segment.
+A *segment* is a run of consecutive rows of one sequence; a *unit* is up to MAX_ROWS query rows of one segment. Where
+old tokens are read quantised in groups, a unit keeps to one group's positions, so that its rows read the same ones.
 Holds no tensors of the model and decides nothing about the result: how work is cut cannot change a bit of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 from kvledger.kernels.attention import MAX_ROWS
 from kvledger.kernels.attention_loops import SPAN, SPLIT_ROWS
 from kvledger.sched.sequence import Sequence
+from kvledger.spec.kv import KVLayout
 from kvledger.units import cdiv
 
 Array = np.ndarray[Any, Any]
@@ -65,8 +68,9 @@ class Batch:
     logit_rows: Array
 
 
-def make_batch(segments: Items[Segment], num_groups: int, ratio: int, kv_heads: int, num_threads: int) -> Batch:
+def make_batch(segments: Items[Segment], layout: KVLayout, ratio: int, kv_heads: int, num_threads: int) -> Batch:
     """Lay out `segments`. `ratio` is query heads per KV head."""
+    span = layout.storage.span if layout.storage.residual else 0
     tokens: list[int] = []
     for s in segments:
         tokens += s.seq.token_ids[s.start : s.start + s.num_rows]
@@ -77,12 +81,13 @@ def make_batch(segments: Items[Segment], num_groups: int, ratio: int, kv_heads: 
     rows = np.arange(len(tokens), dtype=np.int32)
     table = np.zeros((len(segments), 4), np.int64)
     table[:, 0], table[:, 1], table[:, 2] = first, counts, starts
-    units, merges, num_partials = _units(segments, ratio, kv_heads, num_threads)
+    units, merges, num_partials = _units(segments, ratio, kv_heads, num_threads, span)
     stride = max(len(t) for s in segments for t in s.seq.tables)
     wants = np.array([s.num_logits for s in segments])
     return Batch(
         len(tokens), np.array(tokens, np.int32), (rows + (starts - first)[segment_of]).astype(np.int32), segment_of,
-        tuple(_tables(segments, g, stride) for g in range(num_groups)), stride, table, units, merges, num_partials,
+        tuple(_tables(segments, g, stride) for g in range(len(layout.groups))), stride, table, units, merges,
+        num_partials,
         np.flatnonzero(rows - first[segment_of] >= (counts - wants)[segment_of]),
     )  # fmt: skip
 
@@ -95,14 +100,27 @@ def _tables(segments: Items[Segment], group: int, stride: int) -> Array:
     return table
 
 
-def _units(segments: Items[Segment], ratio: int, kv_heads: int, num_threads: int) -> tuple[Array, Array, int]:
+def _runs(segment: Segment, span: int) -> Iterator[tuple[int, int]]:
+    """Rows (first, end) of a segment, cut at positions that are multiples of `span` (0: not at all)."""
+    first = 0
+    while first < segment.num_rows:
+        room = span - (segment.start + first) % span if span else segment.num_rows
+        end = min(first + room, segment.num_rows)
+        yield first, end
+        first = end
+
+
+def _units(
+    segments: Items[Segment], ratio: int, kv_heads: int, num_threads: int, span: int
+) -> tuple[Array, Array, int]:
     """(units, merges, number of partial results). Spans of few, long, thin units are dealt out one by one."""
     units: list[tuple[int, ...]] = []
     merges: list[tuple[int, ...]] = []
     whole = [
-        (i, row0, min(MAX_ROWS, s.num_rows * ratio - row0), cdiv(s.start + s.num_rows, SPAN))
+        (i, row0, min(MAX_ROWS, end * ratio - row0), cdiv(s.start + end, SPAN))
         for i, s in enumerate(segments)
-        for row0 in range(0, s.num_rows * ratio, MAX_ROWS)
+        for first, end in _runs(s, span)
+        for row0 in range(first * ratio, end * ratio, MAX_ROWS)
     ]
     are_few = len(whole) * kv_heads < 4 * num_threads and num_threads > 1
     partials = 0

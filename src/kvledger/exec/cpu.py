@@ -62,15 +62,15 @@ class CpuExecutor:
         warmup(common_kernels(mode), lambda share: progress(share / 2))
         self.model = build(decoder, gguf.tensors, layout, mode, positions, lambda share: progress((1 + share) / 2))
         self._pool = aligned_zeros(num_blocks * layout.block_bytes + _PAD_BYTES)
-        self._pages = self._pool[: num_blocks * layout.block_bytes].reshape(layout.pool_shape(num_blocks))
+        self._blocks = self._pool[: num_blocks * layout.block_bytes].reshape(layout.pool_shape(num_blocks))
         self._team = Team(config.num_threads or num_cpus())
         self._scratch = aligned_zeros(self._team.num_threads * self.model.scratch_bytes)
-        self._store = store or BlockStore(layout)  # blocks outside the pool, by tier slot
+        self._store = store or BlockStore()  # blocks outside the pool, by tier slot
         self._partials = np.empty(0, np.float32)
-        self._ctx = np.zeros(64, np.int64)
+        self._ctx = np.zeros(ew.TABLES + max(40, len(layout.groups)), np.int64)
         self._ctx[[mm.SCRATCH, mm.SCRATCH_BYTES, mm.NUM_THREADS]] = (
             self._scratch.ctypes.data, self.model.scratch_bytes, self._team.num_threads)  # fmt: skip
-        self._ctx[[ew.POOL, ew.NUM_BLOCKS]] = self._pool.ctypes.data, num_blocks
+        self._ctx[ew.POOL] = self._pool.ctypes.data
 
     @property
     def num_blocks(self) -> int:
@@ -78,7 +78,7 @@ class CpuExecutor:
 
     @property
     def kv_bytes(self) -> int:
-        return int(self._pages.nbytes)
+        return int(self._blocks.nbytes)
 
     def run(self, step: Step) -> StepResult:
         """Tier moves and copies, then all chunks in one forward pass, then a sample per sampling chunk."""
@@ -105,17 +105,17 @@ class CpuExecutor:
     def close(self) -> None:
         """End the threads and give the pool back. Idempotent."""
         self._team.close()
-        self._pool, self._pages = np.empty(0, np.uint8), np.empty((0, 0, 0), np.uint8)
+        self._pool, self._blocks = np.empty(0, np.uint8), np.empty((0, 0), np.uint8)
 
     # ------------------------------------------------------------------------------------------ inside
 
     def _move_blocks(self, step: Step) -> None:
         for block, slot in step.swaps_out:
-            self._store[slot] = self._pages[:, block].copy()
+            self._store[slot] = self._blocks[block].copy()
         for slot, block in step.swaps_in:
-            self._pages[:, block] = self._store.pop(slot)
+            self._blocks[block] = self._store.pop(slot)
         for source, destination in step.copies:
-            self._pages[:, destination] = self._pages[:, source]
+            self._blocks[destination] = self._blocks[source]
 
     @staticmethod
     def _score_prompt(chunk: Chunk, index: int, row: Array, scores: dict[int, list[Sample]]) -> None:
@@ -147,7 +147,7 @@ class CpuExecutor:
 
     def _forward(self, segments: Any) -> Batch:
         d = self.model.decoder
-        batch = make_batch(segments, len(self.layout.groups), d.ratio, d.kv_heads, self._team.num_threads)
+        batch = make_batch(segments, self.layout, d.ratio, d.kv_heads, self._team.num_threads)
         partial_floats = batch.num_partials * d.kv_heads * SPLIT_ROWS * (d.value_dim + 16)
         if partial_floats > self._partials.size:
             self._partials = np.empty(2 * partial_floats, np.float32)

@@ -28,10 +28,21 @@ from kvledger.kernels.attention_loops import (
     all_scores,
     all_scores_wide,
 )
-from kvledger.kernels.elementwise import NUM_BLOCKS, POOL, TABLE_STRIDE, TABLES, tanh
+from kvledger.kernels.elementwise import POOL, TABLE_STRIDE, TABLES, tanh
+from kvledger.kernels.hadamard import transform
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel, inline
-from kvledger.kernels.kv_pages import KINDS, LATENT, AttentionShape, query_size, stage_keys, stage_latent, stage_values
+from kvledger.kernels.kv_int4 import copy_seen_values, stage_sealed_keys, stage_sealed_values
+from kvledger.kernels.kv_pages import (
+    KINDS,
+    LATENT,
+    SEALED_TOKENS,
+    AttentionShape,
+    query_size,
+    stage_keys,
+    stage_latent,
+    stage_values,
+)
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
@@ -107,11 +118,13 @@ def clear_row(state, out, dim):  # type: ignore[no-untyped-def]
 
 
 @inline
-def write_row(state, source, out, dim):  # type: ignore[no-untyped-def]
-    """out = source / sum."""
+def write_row(state, source, out, dim, spread):  # type: ignore[no-untyped-def]
+    """out = source / sum, transformed back where values are kept transformed."""
     inverse = simd.splat(np.float32(1) / simd.get_f32(state + 4))
     for d in range(0, dim, 16):
         simd.store_f32(out + 4 * d, simd.mul(simd.load_f32(source + 4 * d), inverse))
+    if spread > 0:
+        transform(out, dim, spread)
 
 
 @inline
@@ -128,9 +141,9 @@ def keep_row(to, best, total, part, dim):  # type: ignore[no-untyped-def]
 # names bound per variant
 scores_of: Any = None
 mixes_of: Any = None
+tiles_of: Any = None
 SIZE = 2  # bytes of a key's or value's number in the form that is computed with
 Q_SIZE = 2  # of a query's number and of a weight
-IS_STAGED = False
 
 
 @inline
@@ -140,23 +153,33 @@ def block_at(blocks, index):  # type: ignore[no-untyped-def]
 
 
 @inline
-def find_tiles(is_staged, size, kind, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged):  # type: ignore[no-untyped-def]
-    """Addresses of the span's tiles of keys and values; `place`: (block table, pool, page bytes, head offset)."""
-    blocks, pool, page, offset = place
+def tiles_in_place(kind, size, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged):  # type: ignore[no-untyped-def]
+    """Addresses of the span's tiles of keys and values. Nothing is moved: pages are in the form already.
+
+    `place`: block table, pool, bytes of a block, offset of the head; the same of the residual, and how many tokens are
+    read sealed (0 of all that where there is none).
+    """
+    blocks, pool, block_bytes, offset, _, _, _ = place
+    for t in range(first, tiles):
+        at = start + t * 16
+        base = pool + block_at(blocks, at // block) * block_bytes + offset
+        simd.put_i64(keys + 8 * t, base + at % block * dim * size)
+        simd.put_i64(values + 8 * t, base + block * dim * size + at % block * vdim * size)
+
+
+@inline
+def tiles_staged(kind, size, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged):  # type: ignore[no-untyped-def]
+    """As `tiles_in_place`, every tile brought into form at `staged`."""
+    blocks, pool, block_bytes, offset, _, _, _ = place
     scales = staged + SPAN * (dim + vdim) * size
     for t in range(first, tiles):
         at = start + t * 16
-        base = pool + block_at(blocks, at // block) * page + offset
-        if not is_staged:
-            simd.put_i64(keys + 8 * t, base + at % block * dim * size)
-            simd.put_i64(values + 8 * t, base + block * dim * size + at % block * vdim * size)
-            continue
         to_k, to_v = staged + t * 16 * dim * size, staged + (SPAN * dim + t * 16 * vdim) * size
         simd.put_i64(keys + 8 * t, to_k)
         simd.put_i64(values + 8 * t, to_v)
         for half in range(16 // min(16, block)):
             key = at + 8 * half if at + 8 * half < newest else at  # past the end: anything finite, it has no weight
-            base = pool + block_at(blocks, key // block) * page + offset
+            base = pool + block_at(blocks, key // block) * block_bytes + offset
             to_scales = scales + (t * 16 + half * 8) * 4
             stage_keys(kind, base, key % block, block, dim, half, to_k, to_scales)
             if kind < LATENT:
@@ -165,11 +188,43 @@ def find_tiles(is_staged, size, kind, place, first, tiles, start, newest, block,
             stage_latent(kind, to_k, vdim, to_v)
 
 
+@inline
+def tiles_sealed(kind, size, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged):  # type: ignore[no-untyped-def]
+    """As `tiles_in_place`: sealed tokens are brought into form at `staged`, the residual's are in it."""
+    blocks, pool, block_bytes, offset, newest_blocks, newest_offset, sealed = place
+    for t in range(first, tiles):
+        at = start + t * 16
+        to_k, to_v = staged + t * 16 * dim * size, staged + (SPAN * dim + t * 16 * vdim) * size
+        if at < sealed:
+            group = pool + block_at(blocks, at // block) * block_bytes + offset + at % block // SEALED_TOKENS * 40 * dim
+            stage_sealed_keys(group, at // 16 % 2, dim, to_k)
+            stage_sealed_values(group + 20 * dim, at // 16 % 2, dim, to_v)
+        else:
+            to_k = pool + block_at(newest_blocks, at // block) * block_bytes + newest_offset + at % block * dim * 2
+            source = to_k + block * dim * 2
+            if at + 16 <= newest:
+                to_v = source
+            else:
+                copy_seen_values(source, newest - at, dim, to_v)
+        simd.put_i64(keys + 8 * t, to_k)
+        simd.put_i64(values + 8 * t, to_v)
+
+
+@inline
+def num_sealed(position, residual):  # type: ignore[no-untyped-def]
+    """Keys that the query at `position` reads sealed: `KVStorage.num_quantised(position + 1)`."""
+    if residual == 0:
+        return np.int64(0)
+    return max(np.int64(0), (position // SEALED_TOKENS - residual // SEALED_TOKENS + 1) * SEALED_TOKENS)
+
+
 def _attention(op: int, ctx: int, thread: int) -> None:
-    """Arguments: q, out, slot, page bytes, group, KV heads, ratio, dim, padded dim, block size, window, cap, rows
-    allocated, tile configuration, kind, value dim, bytes of a head.
+    """Arguments: q, out, offset, bytes of a block, group, KV heads, ratio, dim, padded dim, block size, window, cap,
+    rows allocated, tile configuration, kind, value dim, bytes of a head; group, offset, bytes of a head and tokens of
+    the residual; transform width of values (0: none).
     """
-    q, out, slot, page = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
+    q, out = simd.get_i64(op + 8), simd.get_i64(op + 16)
+    offset, block_bytes = simd.get_i64(op + 24), simd.get_i64(op + 32)
     table, heads, ratio = simd.get_i64(op + 40), simd.get_i64(op + 48), simd.get_i64(op + 56)
     dim, ldq, block = simd.get_i64(op + 64), simd.get_i64(op + 72) * Q_SIZE, simd.get_i64(op + 80)
     window, cap = simd.get_i64(op + 88), simd.as_f32(simd.get_i64(op + 96))
@@ -177,7 +232,9 @@ def _attention(op: int, ctx: int, thread: int) -> None:
         simd.get_i64(op + 104), simd.get_i64(op + 120), simd.get_i64(op + 128), simd.get_i64(op + 136))  # fmt: skip
     tables = simd.get_i64(ctx + 8 * (TABLES + table))
     stride = simd.get_i64(ctx + 8 * TABLE_STRIDE) * 4
-    pool = simd.get_i64(ctx + 8 * POOL) + slot * simd.get_i64(ctx + 8 * NUM_BLOCKS) * page
+    pool = simd.get_i64(ctx + 8 * POOL)
+    newest_tables, newest_offset = simd.get_i64(ctx + 8 * (TABLES + simd.get_i64(op + 144))), simd.get_i64(op + 152)
+    newest_head, residual, spread = simd.get_i64(op + 160), simd.get_i64(op + 168), simd.get_i64(op + 176)
     segments, units = simd.get_i64(ctx + 8 * SEGMENTS), simd.get_i64(ctx + 8 * UNITS)
     partials = simd.get_i64(ctx + 8 * PARTIALS)
     scores = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
@@ -201,7 +258,11 @@ def _attention(op: int, ctx: int, thread: int) -> None:
         row0, rows = simd.get_i64(unit + 8), simd.get_i64(unit + 16)
         span0, num_spans, partial = simd.get_i64(unit + 24), simd.get_i64(unit + 32), simd.get_i64(unit + 40)
         first_row, position = simd.get_i64(segment), simd.get_i64(segment + 16)
-        place = (tables + simd.get_i64(unit) * stride, pool, page, head * head_bytes)
+        entry = simd.get_i64(unit) * stride
+        place = (
+            tables + entry, pool, block_bytes, offset + head * head_bytes,
+            newest_tables + entry, newest_offset + head * newest_head, num_sealed(position + row0 // ratio, residual),
+        )  # fmt: skip
         qr = q + (head * max_rows * ratio + first_row * ratio + row0) * ldq
         oldest = max(0, position + row0 // ratio + 1 - window) if window > 0 else 0
         newest = position + (row0 + rows - 1) // ratio + 1
@@ -213,9 +274,7 @@ def _attention(op: int, ctx: int, thread: int) -> None:
             tiles = (min(SPAN, newest - start) + 15) // 16
             first = max(0, oldest - start) // 16
             if first < tiles:
-                find_tiles(
-                    IS_STAGED, SIZE, kind, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged
-                )
+                tiles_of(kind, SIZE, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged)
                 scores_of(qr, ldq, rows, keys, values, first, tiles, dim, scores)
             for r in range(rows):
                 seen = position + (row0 + r) // ratio + 1
@@ -237,14 +296,15 @@ def _attention(op: int, ctx: int, thread: int) -> None:
             for r in range(rows):
                 row = first_row + (row0 + r) // ratio
                 to = out + ((row * heads + head) * ratio + (row0 + r) % ratio) * vdim * 4
-                write_row(state + r * 8, total + r * vdim * 4, to, vdim)
+                write_row(state + r * 8, total + r * vdim * 4, to, vdim, spread)
     if HAS_AMX:
         simd.tile_release(0)
 
 
 def _merge(op: int, ctx: int, thread: int) -> None:
-    """Merge the spans of split units. Arguments: out, KV heads, ratio, dim."""
+    """Merge the spans of split units. Arguments: out, KV heads, ratio, dim, transform width of values."""
     out, heads, ratio, dim = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
+    spread = simd.get_i64(op + 40)
     segments, merges = simd.get_i64(ctx + 8 * SEGMENTS), simd.get_i64(ctx + 8 * MERGES)
     partials = simd.get_i64(ctx + 8 * PARTIALS)
     state = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
@@ -264,20 +324,21 @@ def _merge(op: int, ctx: int, thread: int) -> None:
                 merge_row(state, state + 64, simd.get_f32(at), simd.get_f32(at + 4), at + 64, dim)
             row = first_row + (row0 + r) // ratio
             to = out + ((row * heads + head) * ratio + (row0 + r) % ratio) * dim * 4
-            write_row(state, state + 64, to, dim)
+            write_row(state, state + 64, to, dim, spread)
 
 
-def _variant(name: str, size: int, *, is_staged: bool) -> Kernel:
+TILES = {"in_place": tiles_in_place, "staged": tiles_staged, "sealed": tiles_sealed}
+
+
+def _variant(size: int, form: str) -> Kernel:
     inner = (all_scores, all_mixes) if query_size(size) == 2 else (all_scores_wide[size], all_mixes_wide[size])
-    bound = {"scores_of": inner[0], "mixes_of": inner[1], "SIZE": size, "Q_SIZE": query_size(size)}
-    return Kernel(f"attention_{name}", _attention, **bound, IS_STAGED=is_staged, HAS_AMX=ISA.amx and size == 2)
+    bound = {"scores_of": inner[0], "mixes_of": inner[1], "tiles_of": TILES[form], "SIZE": size}
+    name = f"attention_{form}_{8 * size}"
+    return Kernel(name, _attention, **bound, Q_SIZE=query_size(size), HAS_AMX=ISA.amx and size == 2)
 
 
 KERNELS = {
-    (2, False): _variant("bf16", 2, is_staged=False),
-    (2, True): _variant("staged", 2, is_staged=True),
-    (4, False): _variant("fp32", 4, is_staged=False),
-    (4, True): _variant("fp32_staged", 4, is_staged=True),
+    key: _variant(*key) for key in ((2, "in_place"), (2, "staged"), (2, "sealed"), (4, "in_place"), (4, "staged"))
 }
 MERGE = Kernel("attention_merge", _merge)
 
@@ -290,11 +351,19 @@ def scratch_bytes(dim: int, value_dim: int, size: int = 2) -> int:
 
 def attention(shape: AttentionShape, q: np.ndarray, out: int, max_rows: int) -> list[list[int]]:
     """The two ops out[row, head, value dim] = softmax(q kᵀ) v: spans, then the merge of those dealt out to threads."""
-    size, kind = shape.size, KINDS[shape.kind]
-    is_staged = kind not in (KINDS["bf16"], KINDS["fp32"]) or shape.block_size < 16
+    newest = shape.newest
+    residual = [0, 0, 0, 0] if newest is None else [newest.group, newest.offset, newest.head_bytes, shape.residual]
     spans = [
-        KERNELS[size, is_staged].address, q.ctypes.data, out, shape.slot, shape.page_bytes, shape.group,
+        KERNELS[shape.size, _form(shape)].address, q.ctypes.data, out, shape.offset, shape.stride, shape.group,
         shape.kv_heads, shape.ratio, shape.dim, shape.padded_dim, shape.block_size, shape.window,
-        float_bits(shape.cap), max_rows, TILE_SHAPES.ctypes.data, kind, shape.value_dim, shape.head_bytes,
+        float_bits(shape.cap), max_rows, TILE_SHAPES.ctypes.data, KINDS[shape.kind], shape.value_dim, shape.head_bytes,
+        *residual, shape.spread,
     ]  # fmt: skip
-    return [spans, [MERGE.address, out, shape.kv_heads, shape.ratio, shape.value_dim]]
+    return [spans, [MERGE.address, out, shape.kv_heads, shape.ratio, shape.value_dim, shape.spread]]
+
+
+def _form(shape: AttentionShape) -> str:
+    """How tiles of 16 keys come to be."""
+    if shape.newest is not None:
+        return "sealed"
+    return "in_place" if shape.kind in ("bf16", "fp32") and shape.block_size >= 16 else "staged"

@@ -6,7 +6,6 @@ import numpy as np
 
 from kvledger.kernels import simd
 from kvledger.kernels.elementwise import (
-    NUM_BLOCKS,
     POOL,
     POSITIONS,
     SEGMENT_OF,
@@ -15,6 +14,7 @@ from kvledger.kernels.elementwise import (
     inverse_rms,
     rows_chunk,
 )  # fmt: skip
+from kvledger.kernels.hadamard import transform
 from kvledger.kernels.jit import Kernel, inline
 from kvledger.kernels.kv_pages import BF16, FP32, KINDS, AttentionShape, query_size, to_elements, write_key, write_value
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES, num_rows
@@ -56,20 +56,29 @@ def rotate(source, target, dim, rope_dim, angles, norm, eps, scale):  # type: ig
         simd.put_f32(target + 4 * d, simd.get_f32(source + 4 * d) * factor)
 
 
+@inline
+def copy_head(source, to, dim):  # type: ignore[no-untyped-def]
+    """float32[dim] from `source` to `to`."""
+    for d in range(0, dim, 16):
+        simd.store_f32(to + 4 * d, simd.load_f32(source + 4 * d))
+
+
 def _rope_write(op: int, ctx: int, thread: int) -> None:
-    """Arguments: qkv, q, slot, page bytes, group, KV heads, ratio, dim, padded dim, block size, rope dim, angles,
-    scale, query norm, key norm, eps, rows allocated, kind, bytes of a head.
+    """Arguments: qkv, q, offset, bytes of a block, group, KV heads, ratio, dim, padded dim, block size, rope dim,
+    angles, scale, query norm, key norm, eps, rows allocated, kind, bytes of a head, transform width (0: none).
     """
-    qkv, q, slot, page = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
+    qkv, q = simd.get_i64(op + 8), simd.get_i64(op + 16)
+    offset, block_bytes = simd.get_i64(op + 24), simd.get_i64(op + 32)
     table, heads, ratio = simd.get_i64(op + 40), simd.get_i64(op + 48), simd.get_i64(op + 56)
     dim, padded, block = simd.get_i64(op + 64), simd.get_i64(op + 72), simd.get_i64(op + 80)
     rope_dim, angles, scale = simd.get_i64(op + 88), simd.get_i64(op + 96), simd.as_f32(simd.get_i64(op + 104))
     q_norm, k_norm, eps = simd.get_i64(op + 112), simd.get_i64(op + 120), simd.as_f32(simd.get_i64(op + 128))
     max_rows, kind, head_bytes = simd.get_i64(op + 136), simd.get_i64(op + 144), simd.get_i64(op + 152)
+    spread = simd.get_i64(op + 160)
     positions, segment_of = simd.get_i64(ctx + 8 * POSITIONS), simd.get_i64(ctx + 8 * SEGMENT_OF)
     tables = simd.get_i64(ctx + 8 * (TABLES + table))
     stride = simd.get_i64(ctx + 8 * TABLE_STRIDE) * 4
-    pool = simd.get_i64(ctx + 8 * POOL) + slot * simd.get_i64(ctx + 8 * NUM_BLOCKS) * page
+    pool = simd.get_i64(ctx + 8 * POOL) + offset
     work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     elements = work + dim * 4
     q_size = 4 if kind == FP32 else Q_SIZE
@@ -88,16 +97,25 @@ def _rope_write(op: int, ctx: int, thread: int) -> None:
             source = qkv + row * width
             for h in range(heads * ratio):
                 rotate(source, work, dim, rope_dim, at, q_norm, eps, scale)
+                if spread > 0:
+                    transform(work, dim, spread)
                 to_elements(
                     q_kind, work, q + ((h // ratio * max_rows + row) * ratio + h % ratio) * padded * q_size, dim
                 )
                 source += dim * 4
             for h in range(heads):
-                to = pool + number * page + h * head_bytes
+                to = pool + number * block_bytes + h * head_bytes
                 rotate(source, work, dim, rope_dim, at, k_norm, eps, np.float32(1))
+                if spread > 0:
+                    transform(work, dim, spread)
                 key_scale = to_elements(kind, work, elements, dim)
                 write_key(kind, elements, key_scale, to, position % block, block, dim)
-                value_scale = to_elements(kind, source + heads * dim * 4, elements, dim)
+                value = source + heads * dim * 4
+                if spread > 0:
+                    copy_head(value, work, dim)
+                    transform(work, dim, spread)
+                    value = work
+                value_scale = to_elements(kind, value, elements, dim)
                 write_value(kind, elements, value_scale, to, position % block, block, dim)
                 source += dim * 4
 
@@ -110,13 +128,15 @@ def rope_write(shape: AttentionShape, qkv: int, q: np.ndarray, angles: np.ndarra
                eps: float = 0.0) -> list[int]:  # fmt: skip
     """The op that rotates queries (× scale, into `q`) and keys, and writes keys and values to their pages.
 
+    Types with `shape.spread` have the channels of all three transformed.
+
     qkv: float32[rows, (heads + 2 KV heads) · dim]; q: [KV heads, max_rows · ratio, padded dim], bf16
     or float32;
     angles: float32[positions, rope dim], cosines then sines.
     """
     norms = [0 if n is None else n.ctypes.data for n in (q_norm, k_norm)]
     return [
-        ROPE_WRITE.address, qkv, q.ctypes.data, shape.slot, shape.page_bytes, shape.group, shape.kv_heads, shape.ratio,
+        ROPE_WRITE.address, qkv, q.ctypes.data, shape.offset, shape.stride, shape.group, shape.kv_heads, shape.ratio,
         shape.dim, shape.padded_dim, shape.block_size, angles.shape[1], angles.ctypes.data, float_bits(scale), *norms,
-        float_bits(eps), max_rows, KINDS[shape.kind], shape.head_bytes,
+        float_bits(eps), max_rows, KINDS[shape.kind], shape.head_bytes, shape.spread,
     ]  # fmt: skip

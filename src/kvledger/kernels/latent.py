@@ -8,7 +8,6 @@ import numpy as np
 
 from kvledger.kernels import simd
 from kvledger.kernels.elementwise import (
-    NUM_BLOCKS,
     POOL,
     POSITIONS,
     SEGMENT_OF,
@@ -26,11 +25,12 @@ from kvledger.kernels.team import next_item
 
 
 def _latent_write(op: int, ctx: int, thread: int) -> None:
-    """Arguments: kv, bytes between its rows, queries, bytes between their rows, queries in latent space, q, slot,
-    page bytes, group, heads, latent, rope, nope, padded dim, block size, angles, scale, norm, eps, kind.
+    """Arguments: kv, bytes between its rows, queries, bytes between their rows, queries in latent space, q, offset,
+    bytes of a block, group, heads, latent, rope, nope, padded dim, block size, angles, scale, norm, eps, kind.
     """
     kv, ldkv, queries, ldq = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
-    absorbed, q, slot, page = simd.get_i64(op + 40), simd.get_i64(op + 48), simd.get_i64(op + 56), simd.get_i64(op + 64)
+    absorbed, q = simd.get_i64(op + 40), simd.get_i64(op + 48)
+    offset, block_bytes = simd.get_i64(op + 56), simd.get_i64(op + 64)
     table, heads, latent = simd.get_i64(op + 72), simd.get_i64(op + 80), simd.get_i64(op + 88)
     rope, nope, padded, block = (
         simd.get_i64(op + 96), simd.get_i64(op + 104), simd.get_i64(op + 112), simd.get_i64(op + 120))  # fmt: skip
@@ -39,7 +39,7 @@ def _latent_write(op: int, ctx: int, thread: int) -> None:
     positions, segment_of = simd.get_i64(ctx + 8 * POSITIONS), simd.get_i64(ctx + 8 * SEGMENT_OF)
     tables = simd.get_i64(ctx + 8 * (TABLES + table))
     stride = simd.get_i64(ctx + 8 * TABLE_STRIDE) * 4
-    pool = simd.get_i64(ctx + 8 * POOL) + slot * simd.get_i64(ctx + 8 * NUM_BLOCKS) * page
+    pool = simd.get_i64(ctx + 8 * POOL) + offset
     work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     dim = latent + rope
     elements = work + dim * 4
@@ -62,7 +62,7 @@ def _latent_write(op: int, ctx: int, thread: int) -> None:
                 simd.store_f32(work + 4 * d, normed)
             rotate(source + latent * 4, work + latent * 4, rope, rope, at, 0, eps, np.float32(1))
             to_elements(kind, work, elements, dim)
-            write_key(kind, elements, np.float32(1), pool + number * page, position % block, block, dim)
+            write_key(kind, elements, np.float32(1), pool + number * block_bytes, position % block, block, dim)
             wide = simd.splat(scale)
             for h in range(heads):
                 seen = absorbed + (row * heads + h) * latent * 4
@@ -87,7 +87,7 @@ def latent_write(shape: AttentionShape, kv: np.ndarray, queries: np.ndarray, abs
     nope = queries.shape[1] // shape.heads - rope
     return [
         LATENT_WRITE.address, kv.ctypes.data, kv.strides[0], queries.ctypes.data, queries.strides[0],
-        absorbed.ctypes.data, q.ctypes.data, shape.slot, shape.page_bytes, shape.group, shape.heads, shape.latent, rope,
+        absorbed.ctypes.data, q.ctypes.data, shape.offset, shape.stride, shape.group, shape.heads, shape.latent, rope,
         nope, shape.padded_dim, shape.block_size, angles.ctypes.data, float_bits(scale), norm.ctypes.data,
         float_bits(eps), KINDS[shape.kind],
     ]  # fmt: skip

@@ -45,6 +45,14 @@ def rope(x: Array, angles: Array) -> Array:
     return np.concatenate([a * cosine - b * sine, a * sine + b * cosine, rest], axis=-1)
 
 
+def hadamard(x: Array) -> Array:
+    """Runs of channels (the largest power of two that divides them) times Sylvester's matrix / √run."""
+    run = x.shape[-1] & -x.shape[-1]
+    index = np.arange(run)
+    sign = np.where(np.bitwise_count(index[:, None] & index) % 2, -1, 1)
+    return np.asarray((x.reshape(-1, run) @ (sign / np.sqrt(run)).astype(np.float32)).reshape(x.shape))
+
+
 def silu(x: Array) -> Array:
     """x / (1 + e^−x)."""
     return np.asarray(x / (1 + np.exp(-x)))
@@ -76,9 +84,13 @@ def attention(q: Array, k: Array, v: Array, start: int, window: int = 0, cap: fl
 
 
 def through_int8(x: Array) -> Array:
-    """As the int8 cache keeps it: a scale per token and head."""
-    scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
-    return np.asarray(np.rint(x / np.where(scale > 0, scale, 1)) * scale)
+    """As the int8 cache keeps it: a scale (16 bits of mantissa) and a whole zero per token and head."""
+    low, high = np.minimum(x.min(-1, keepdims=True), 0), np.maximum(x.max(-1, keepdims=True), 0)
+    scale = ((high - low) / np.float32(255)).astype(np.float32)
+    scale = (scale.view(np.uint32) & np.uint32(0xFFFFFF00)).view(np.float32)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    zero = np.minimum(np.floor(np.float32(0.5) - low * inverse), 255)
+    return np.asarray(((np.rint(x * inverse) + zero).clip(0, 255) - zero) * scale)
 
 
 def through_e4m3(x: Array) -> Array:
@@ -89,3 +101,28 @@ def through_e4m3(x: Array) -> Array:
 
 
 STORED = {"bf16": to_bf16, "int8": through_int8, "fp8_e4m3": through_e4m3, "fp32": lambda x: x}
+
+
+def through_int4(x: Array) -> Array:
+    """Groups of 32 along the last axis in 4 bits, with an fp16 scale and zero each (KIVI, arXiv:2402.02750)."""
+    groups = x.reshape(*x.shape[:-1], -1, 32)
+    zero = groups.min(-1, keepdims=True).astype(np.float16).astype(np.float32)
+    scale = ((groups.max(-1, keepdims=True) - zero) / np.float32(15)).astype(np.float16).astype(np.float32)
+    level = np.rint(np.divide(groups - zero, scale, out=np.zeros_like(groups), where=scale > 0)).clip(0, 15)
+    return to_bf16(zero + scale * level).reshape(x.shape)
+
+
+def attention_int4(q: Array, k: Array, v: Array, residual: int, window: int = 0, cap: float = 0.0) -> Array:
+    """As `attention` from position 0 on, over what a cache in int4 holds: each query sees older keys and values in
+    4 bits, whole groups of 32 tokens, and the newest, `residual` at most, in bf16.
+    """
+    k, v = to_bf16(k), to_bf16(v)
+    whole = len(k) // 32 * 32
+    old_k = np.moveaxis(through_int4(np.moveaxis(k[:whole], 0, -1)), -1, 0)
+    old_v = through_int4(v[:whole])
+    outs = []
+    for start in range(0, len(q), 32):
+        old = max(0, start + 32 - residual)
+        keys, values = (np.concatenate([a[:old], b[old : start + 32]]) for a, b in ((old_k, k), (old_v, v)))
+        outs.append(attention(q[start : start + 32], keys, values, start, window, cap))
+    return np.concatenate(outs)

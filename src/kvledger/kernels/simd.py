@@ -125,6 +125,7 @@ def _halve(e: Emit, x: Val, join: Callable[[Val, Val], Val]) -> Val:
 
 
 reduce_max = emitted(_f, [_v], lambda e, x: _halve(e, x, e.max))
+reduce_min = emitted(_f, [_v], lambda e, x: _halve(e, x, e.min))
 reduce_add = emitted(_f, [_v], lambda e, x: _halve(e, x, lambda a, b: a + b))
 reduce_add_i32 = emitted(types.int32, [_w], lambda e, x: _halve(e, x, lambda a, b: a + b))
 
@@ -155,6 +156,40 @@ def _f16_to_f32(e: Emit, a: Val) -> Val:
 
 
 get_f16 = emitted(_f, [_i], _f16_to_f32)
+
+
+def _put_f16(e: Emit, a: Val, x: Val) -> None:
+    """The nearest half float, ties to even, cut to ±65504; as `_f32_to_e4m3`."""
+    wide = e.min(e.max(e.splat(x), e.const(VF32, -65504.0)), e.const(VF32, 65504.0))
+    bits = e.bitcast(wide, VI32)
+    small = e.bitcast(e.bitcast(bits & 0x7FFFFFFF, VF32) * 2.0**-112, VI32)
+    half = ((small + (((small >> 13) & 1) + 0xFFF)) >> 13) | ((bits >> 16) & 0x8000)
+    e.store(Val(e, e.b.trunc(e.b.extract_element(half.v, ir.Constant(I32, 0)), I16)), a)
+
+
+put_f16 = emitted(types.void, [_i, _f], _put_f16)
+
+# pairs of bfloat16 in the lanes of int32
+low_bf16 = emitted(_v, [_w], lambda e, x: e.bitcast(x << 16, VF32))
+high_bf16 = emitted(_v, [_w], lambda e, x: e.bitcast((x >> 16) << 16, VF32))
+_IN_TURN = [i // 2 + i % 2 * LANES for i in range(2 * LANES)]
+f32_bits = emitted(types.int32, [_f], lambda e, x: e.bitcast(x, I32))
+
+
+def _lanes_of(first: int) -> Callable[[Emit, Val], Val]:
+    """Lanes `first` … `first` + 7, each twice."""
+    mask = ir.Constant(VI32, [first + i // 2 for i in range(LANES)])
+    return lambda e, x: Val(e, e.b.shuffle_vector(x.v, x.v, mask))
+
+
+def _in_turn(e: Emit, x: Val, y: Val) -> Val:
+    mask = ir.Constant(VI32, [i % 2 * LANES for i in range(LANES)])
+    return Val(e, e.b.shuffle_vector(e.splat(x).v, e.splat(y).v, mask))
+
+
+low_lanes_twice, high_lanes_twice = (emitted(_w, [_w], _lanes_of(first)) for first in (0, 8))
+in_turn = emitted(_w, [types.int32, types.int32], _in_turn)
+store_bf16_pairs = emitted(types.void, [_i, _v, _v], lambda e, a, x, y: e.store_pairs(x, y, a, _IN_TURN))
 
 # atomics: how threads share work and wait for each other
 fetch_add = emitted(_i, [_i, _i], lambda e, a, x: Val(e, e.b.atomic_rmw("add", e.pointer(a, I64), x.v, "seq_cst")))

@@ -10,7 +10,7 @@ from kvledger.kernels.packed import integer_mode
 from kvledger.kernels.team import Team
 
 
-def common_kernels(mode: str, size: int = 2, *, is_staged: bool = False) -> list[Kernel]:
+def common_kernels(mode: str, size: int = 2, form: str = "in_place") -> list[Kernel]:
     """Kernels of a dense model with 4- and 8-bit weights. `mode`: of activations; the others as in `attention`."""
     products: list[Kernel] = []
     for bits in (4, 8):
@@ -24,7 +24,7 @@ def common_kernels(mode: str, size: int = 2, *, is_staged: bool = False) -> list
             modes = {integer_mode(mode, bits, fine=fine) for fine in (False, True)}
             products += [matmul.kernel_for(bits, False, each) for each in sorted(modes)]
     others = [elementwise.EMBED, elementwise.NORM_QUANTISE, elementwise.GATE_QUANTISE]
-    cached = [kv_write.ROPE_WRITE, attention.KERNELS[size, is_staged], attention.MERGE]
+    cached = [kv_write.ROPE_WRITE, attention.KERNELS[size, form], attention.MERGE]
     return products + others + cached
 
 

@@ -11,18 +11,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvledger.errors import UnsupportedModel
+from kvledger.errors import ConfigError, UnsupportedModel
 from kvledger.kernels import attention as att
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import kv_write
-from kvledger.kernels.kv_pages import KINDS, AttentionShape, query_size
+from kvledger.kernels.kv_int4 import seal
+from kvledger.kernels.kv_pages import KINDS, SEALED_TOKENS, AttentionShape, query_size
 from kvledger.kernels.team import empty_program
 from kvledger.model.experts import Experts, add_experts
 from kvledger.model.latent import Latent, LatentBuffers, add_latent_attention
 from kvledger.model.linear import MAX_ROWS, Array, Ops, Weights
 from kvledger.model.packing import Tensor, halves_from_pairs
 from kvledger.model.rope import Rope
-from kvledger.spec.kv import KVLayout, LatentKV
+from kvledger.spec.kv import KVLayout, KVStorage, LatentKV
 
 HEAD_ROWS = 64  # rows of logits computed at once
 # The head sees one row per sequence, prompts or not: few rows are read faster as integers, and more exactly.
@@ -93,9 +94,15 @@ class _Builder:
     def __init__(self, d: Decoder, weights: Weights, layout: KVLayout, mode: str, num_positions: int) -> None:
         self.d, self.w, self.layout = d, weights, layout
         self.ops = Ops(weights, mode)
-        self.places = {layer: (g, s) for g, group in enumerate(layout.groups) for s, layer in enumerate(group.layers)}
+        self.places = {
+            (layer, group.is_residual): (g, slot)
+            for g, group in enumerate(layout.groups)
+            for slot, layer in enumerate(group.layers)
+        }
         self.angles = {rope: rope.angles(num_positions) for rope in set(d.ropes)}
         self.kind = _kind(layout)
+        if self.kind == "int4":
+            _check_sealable(layout.block_size, d.head_dim)
         self.is_wide = self.kind.endswith("fp32")
         q_type = np.float32 if query_size(4 if self.is_wide else 2) == 4 else np.uint16
         self.q = np.zeros((MAX_ROWS * d.heads + 16, -(-d.head_dim // 32) * 32), q_type)
@@ -139,11 +146,7 @@ class _Builder:
 
     def _attention(self, layer: int) -> None:
         d, p = self.d, f"blk.{layer}."
-        group, slot = self.places[layer]
-        shape = AttentionShape(
-            d.heads, d.kv_heads, d.head_dim, self.layout.groups[group].block_size, self.layout.page_bytes, group, slot,
-            d.windows[layer], d.score_cap, self.kind, d.latent.dim if d.latent else 0,
-        )  # fmt: skip
+        shape = self._shape(layer, self.kind)
         scale = d.head_dim**-0.5 if d.query_scale is None else d.query_scale
         angles = self.angles[d.ropes[layer]]
         if d.latent is not None and self.latents is not None:
@@ -153,6 +156,15 @@ class _Builder:
         else:
             self._plain_attention(shape, p, angles, scale)
         self._add_back(self.mixed, f"{p}attn_output", f"{p}post_attention_norm.weight")
+
+    def _shape(self, layer: int, kind: str, *, is_residual: bool = False) -> AttentionShape:
+        d, (index, slot) = self.d, self.places[layer, is_residual]
+        group, residual = self.layout.groups[index], 0 if is_residual else self.layout.storage.residual
+        return AttentionShape(
+            d.heads, d.kv_heads, d.head_dim, group.block_size, group.page_bytes, index, slot, d.windows[layer],
+            d.score_cap, kind, d.latent.dim if d.latent else 0, self.layout.block_bytes,
+            self._shape(layer, "bf16", is_residual=True) if residual else None, residual,
+        )  # fmt: skip
 
     def _plain_attention(self, shape: AttentionShape, p: str, angles: Array, scale: float) -> None:
         d, w = self.d, self.w
@@ -167,7 +179,10 @@ class _Builder:
         )
         norms = [w.vector(f"{p}attn_{n}_norm.weight") if w.has(f"{p}attn_{n}_norm.weight") else None for n in "qk"]
         source = self.qkv.ctypes.data
-        self.ops.add(kv_write.rope_write(shape, source, self.q, angles, scale, MAX_ROWS, norms[0], norms[1], d.eps))
+        written = shape.newest or shape
+        self.ops.add(kv_write.rope_write(written, source, self.q, angles, scale, MAX_ROWS, norms[0], norms[1], d.eps))
+        if shape.newest:
+            self.ops.add(seal(shape))
         self.ops.add(*att.attention(shape, self.q, self.mixed.ctypes.data, MAX_ROWS))
 
     def _feed_forward(self, layer: int) -> None:
@@ -193,13 +208,19 @@ class _Builder:
 
 def _kind(layout: KVLayout) -> str:
     """The KV type as the kernels call it. Raises UnsupportedModel."""
-    names = {t.name for g in layout.groups for t in (g.storage.key, g.storage.value)}
+    name = "int4" if layout.storage == KVStorage.of("int4") else layout.storage.name
     latent = any(isinstance(g.spec, LatentKV) for g in layout.groups)
-    kinds = {f"latent_{n}" if latent else n for n in names}
-    if len(kinds) > 1 or not kinds <= KINDS.keys():
+    kind = f"latent_{name}" if latent else name
+    if kind not in KINDS:
         known = [k.removeprefix("latent_") for k in KINDS if k.startswith("latent") == latent]
         kept = "MLA's latent" if latent else "keys and values"
-        raise UnsupportedModel(
-            f"{kept} in {layout.groups[0].storage.name} are not computed here; {', '.join(known)} are"
-        )
-    return kinds.pop()
+        raise UnsupportedModel(f"{kept} in {layout.storage.name} are not computed here; {', '.join(known)} are")
+    return kind
+
+
+def _check_sealable(block_size: int, head_dim: int) -> None:
+    """int4 quantises 32 tokens together, and 32 channels of a value. Raises ConfigError."""
+    for what, number in (("tokens per block", block_size), ("channels per head", head_dim)):
+        if number % SEALED_TOKENS:
+            nearest = max(1, round(number / SEALED_TOKENS)) * SEALED_TOKENS
+            raise ConfigError(f"int4 KV needs a multiple of {SEALED_TOKENS} {what}, got {number}; nearest: {nearest}")

@@ -90,7 +90,7 @@ def _kvledger(outcome: Outcome, model: str) -> tuple[str, list[Pair]]:
         ("--max-model-len", query.context),
         ("--kv-memory", f"{memory // (1 << 20)}MiB" if memory else None),
         ("--kv-dtype", config.cache.kv_dtype),
-        ("--block-size", config.cache.block_size),
+        ("--block-size", config.cache.tokens_per_block),
         ("--max-num-seqs", config.sched.max_num_seqs),
         ("--max-num-batched-tokens", config.sched.max_num_batched_tokens),
     ]

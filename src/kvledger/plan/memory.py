@@ -42,6 +42,16 @@ class Part:
     tag: str
 
     @property
+    def is_residual(self) -> bool:
+        """The newest tokens of another part's layers."""
+        return self.groups[0].is_residual
+
+    @property
+    def kind(self) -> str:
+        """The spec's kind, or `newest` for a residual."""
+        return "newest" if self.is_residual else self.spec.kind
+
+    @property
     def num_layers(self) -> int:
         return sum(len(g.layers) for g in self.groups)
 
@@ -55,7 +65,7 @@ def parts_of(layout: KVLayout) -> tuple[Part, ...]:
     kinds: dict[tuple[CacheSpec, KVStorage], list[LayerGroup]] = {}
     for group in layout.groups:
         kinds.setdefault((group.spec, group.storage), []).append(group)
-    names = [spec.kind for spec, _ in kinds]
+    names = ["newest" if groups[0].is_residual else spec.kind for (spec, _), groups in kinds.items()]
     tags = [f"_{n}" + (str(names[: i + 1].count(n)) if names.count(n) > 1 else "") for i, n in enumerate(names)]
     return tuple(
         Part(spec, storage, tuple(groups), tag if len(kinds) > 1 else "")
@@ -71,7 +81,7 @@ def token_figure(layout: KVLayout, name: str = "kv_bytes_per_token", source: str
     terms, inputs = [], []
     for part in parts_of(layout):
         term, symbols = _token_term(part)
-        if term:
+        if term and not part.is_residual:  # a constant of a request
             terms.append(term)
             inputs += symbols
     formula = " + ".join(terms) or "0"
@@ -157,7 +167,7 @@ def _request_term(part: Part, context: int) -> tuple[str, list[Input]]:
         return f"L{tag} × S{tag}", [layers, part.input("S", part.spec.state_bytes, "B", "state of one layer")]
     if part.storage.key.residual or "column" in (part.storage.key.axis, part.storage.value.axis):
         total = sum(g.bytes_for(context) for g in part.groups)
-        return f"K{tag}", [part.input("K", total, "B", f"{_LAYOUT}: scales by group of tokens, newest tokens in bf16")]
+        return f"K{tag}", [part.input("K", total, "B", f"{_LAYOUT}: whole groups of tokens, with their scales")]
     if isinstance(part.spec, LatentKV):
         return _latent_rows_term(part, part.spec)
     term, inputs = _token_term(part)
@@ -240,7 +250,5 @@ def _share_table(layout: KVLayout, contexts: Sequence[int]) -> Table:
             s = Input("s", context, "tokens")
             cells.append(Figure(f"part_{context}{part.tag}", kept, "B", term, (s, *inputs), _LAYOUT))
         rows.append(tuple(cells))
-    names = tuple(
-        f"{p.num_layers} × {p.spec.kind}" + (f" ({p.tag[1:]})" if p.tag[-1:].isdigit() else "") for p in parts
-    )
+    names = tuple(f"{p.num_layers} × {p.kind}" + (f" ({p.tag[1:]})" if p.tag[-1:].isdigit() else "") for p in parts)
     return Table("one request by kind of layer", ("context", *names), tuple(rows))

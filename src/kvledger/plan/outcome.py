@@ -198,7 +198,7 @@ def engine_config(query: Query) -> EngineConfig:
     cache, sched = CacheConfig(), SchedulerConfig()
     dtype = cache.kv_dtype if query.kv_dtype == "auto" else query.kv_dtype
     return EngineConfig(
-        cache=CacheConfig(query.block_size or cache.block_size, dtype, query.kv_memory_bytes),
+        cache=CacheConfig(query.block_size, dtype, query.kv_memory_bytes),
         sched=SchedulerConfig(
             query.max_num_batched_tokens or sched.max_num_batched_tokens, query.max_num_seqs or sched.max_num_seqs
         ),

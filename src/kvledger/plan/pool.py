@@ -94,7 +94,7 @@ def local_pool(model: ModelSpec, config: EngineConfig, total_bytes: int, availab
     `total_bytes` and `available_bytes` are `data.host.host_memory()`, read before any weights are loaded. Raises
     DoesNotFit, ConfigError, UnknownName.
     """
-    layout = model.kv_layout(config.cache.kv_dtype, config.cache.block_size)
+    layout = model.kv_layout(config.cache.kv_dtype, config.cache.tokens_per_block)
     if config.cache.kv_memory_bytes is not None:
         plan = plan_pool(layout, config.cache.kv_memory_bytes, "given by --kv-memory")
     else:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kvledger.errors import ConfigError, UnknownName
+from kvledger.spec.kv_types import KVStorage
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 Policy = Literal["continuous", "static", "orca"]
@@ -16,9 +17,11 @@ MAX_THREADS = 1024
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache: tokens per block, storage type, and bytes of the pool (None: a share of free memory)."""
+    """The KV cache: tokens per block (None: as the type has it), storage type, and bytes of the pool (None: a share
+    of free memory).
+    """
 
-    block_size: int = 16
+    block_size: int | None = None
     kv_dtype: str = "bf16"
     kv_memory_bytes: int | None = None
     prefix_caching: bool = True
@@ -27,10 +30,10 @@ class CacheConfig:
     disk_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.block_size not in BLOCK_SIZES:
+        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block size {self.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
-        _check_whole(self, "block_size", "swap_bytes", "disk_bytes")
-        _check_whole(self, "kv_memory_bytes", low=None, optional=True)
+        _check_whole(self, "swap_bytes", "disk_bytes")
+        _check_whole(self, "block_size", "kv_memory_bytes", low=None, optional=True)
         _check_flag(self, "prefix_caching")
         if not isinstance(self.kv_dtype, str):
             raise ConfigError(f"kv_dtype is the name of a type, not {self.kv_dtype!r}")
@@ -40,6 +43,11 @@ class CacheConfig:
             raise ConfigError(f"disk_dir is the path of a folder, not {self.disk_dir!r}")
         if self.disk_dir is not None and not self.prefix_caching:
             raise ConfigError("a disk tier keeps prefix blocks: it needs the prefix cache, which is off")
+
+    @property
+    def tokens_per_block(self) -> int:
+        """`block_size`, or what is usual for the type. Raises UnknownName for a type that is not known."""
+        return self.block_size or KVStorage.of(self.kv_dtype).usual_block_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ no tensors, no devices, no model files. The lesson's formula 2 × L × H_kv × d
 group of full layers in a plain type; everything else (windows, latents, states, scales) is a `CacheSpec` or a `KVType`.
 
 Words: a *block* holds `block_size` tokens of one group of layers; a *page* is one layer's part of a block; a *slot*
-is the place of one layer in the pool, so a block is `num_slots` pages.
+is the place of one layer in a block, so a block is `num_slots` pages. A type that keeps its newest tokens in bf16 has
+*residual* groups beside the others: the same layers once more, with a window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvledger.errors import ConfigError
@@ -55,6 +56,10 @@ class CacheSpec:
         """Oldest position that the query at position `num_computed` or a later one may still read."""
         return 0
 
+    def newest(self, num_tokens: int) -> CacheSpec | None:
+        """What the layer keeps if only its `num_tokens` newest tokens are kept; None where no token is."""
+        return None
+
     def shard(self, tp: int) -> CacheSpec:
         """The part that one of `tp` tensor-parallel ranks keeps."""
         return self
@@ -75,6 +80,10 @@ class FullKV(CacheSpec):
     def tile_bytes(self, num_tokens: int, storage: KVStorage) -> int:
         key = storage.key.tile_bytes(num_tokens, self.key_dim)
         return self.num_kv_heads * (key + storage.value.tile_bytes(num_tokens, self.value_dim))
+
+    def newest(self, num_tokens: int) -> CacheSpec | None:
+        kept = self.retained(num_tokens)
+        return WindowKV(self.num_kv_heads, self.key_dim, self.value_dim, kept) if kept else None
 
     def shard(self, tp: int) -> CacheSpec:
         """Heads are split while there are heads; past that every rank keeps one, replicated.
@@ -172,6 +181,9 @@ class LatentKV(CacheSpec):
     def first_kept(self, num_computed: int) -> int:
         return max(0, num_computed - self.window + 1) if self.window else 0
 
+    def newest(self, num_tokens: int) -> CacheSpec | None:
+        return replace(self, window=self.retained(num_tokens), index_bytes=0) if num_tokens else None
+
 
 @dataclass(frozen=True, slots=True)
 class StateKV(CacheSpec):
@@ -210,12 +222,16 @@ class StateKV(CacheSpec):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share one block table: the same spec, the same storage. `layers` are indices into the model."""
+    """Layers that share one block table: the same spec, the same storage. `layers` are indices into the model.
+
+    `is_residual`: they are in another group, too, which takes over from the newest tokens kept here.
+    """
 
     spec: CacheSpec
     layers: tuple[int, ...]
     storage: KVStorage
     block_size: int
+    is_residual: bool = False
 
     @property
     def page_bytes(self) -> int:
@@ -224,31 +240,41 @@ class LayerGroup:
             return self.spec.state_bytes
         return self.spec.tile_bytes(self.block_size, self.storage)
 
+    def stored(self, num_tokens: int) -> int:
+        """Tokens of a sequence of `num_tokens` that this group stores. What has a residual waits for whole groups."""
+        kept = self.spec.retained(num_tokens)
+        span = self.storage.span * self.spec.span if self.storage.residual else 1
+        return kept // span * span
+
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes that one sequence of `num_tokens` stores in this group, without block rounding."""
         if isinstance(self.spec, StateKV):
             return len(self.layers) * self.spec.state_bytes if num_tokens else 0
-        kept = self.spec.retained(num_tokens)
-        tail = min(kept, self.storage.key.residual)  # KIVI: the newest tokens are not quantised yet
-        old = self.spec.tile_bytes(kept - tail, self.storage)
-        return len(self.layers) * (old + self.spec.tile_bytes(tail, UNQUANTISED))
+        return len(self.layers) * self.spec.tile_bytes(self.stored(num_tokens), self.storage)
+
+    def read_bytes(self, context: int, newest: int) -> int:
+        """Bytes that the last of `context` tokens reads here, when it reads the `newest` of them from a residual."""
+        if isinstance(self.spec, StateKV):
+            return self.bytes_for(context)
+        kept = self.spec.retained(context)
+        tokens = min(kept, newest) if self.is_residual else min(self.stored(context), max(0, kept - newest))
+        return len(self.layers) * self.spec.tile_bytes(tokens, self.storage)
 
     def blocks_for(self, num_tokens: int, in_flight: int = 1) -> int:
-        """Most blocks held at once while a sequence grows to `num_tokens`, with those that a residual overflows to."""
-        blocks = self.spec.blocks(num_tokens, self.block_size, in_flight)
-        tail = min(self.spec.retained(num_tokens), self.storage.key.residual)
-        if not tail:
-            return blocks
-        return blocks + cdiv(self.spec.tile_bytes(tail, UNQUANTISED), self.page_bytes)
+        """Most blocks held at once while a sequence grows to `num_tokens`."""
+        return self.spec.blocks(num_tokens, self.block_size, in_flight)
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Groups of layers over one pool of equal blocks. Build it with `KVLayout.of`."""
+    """Groups of layers over one pool of equal blocks of `block_bytes`. Build it with `KVLayout.of`.
+
+    `num_slots` layers are in the largest group that is no residual; smaller groups leave slots empty (padding).
+    """
 
     groups: tuple[LayerGroup, ...]
-    num_slots: int  # layers in the largest group; smaller groups leave slots empty (padding)
-    page_bytes: int  # the largest page of any group
+    num_slots: int
+    block_bytes: int
 
     @staticmethod
     def of(specs: Sequence[CacheSpec | None], storage: KVStorage, block_size: int) -> KVLayout:
@@ -256,14 +282,12 @@ class KVLayout:
 
         Layers of equal spec form groups of equal size: the smallest count of any spec, or the largest where that is
         less than 1.5 times the smallest, so that all groups can draw from one pool (vLLM's rule, kv_cache_utils,
-        0.32). The last groups may have empty slots. Raises ConfigError if nothing is kept or block_size < 1.
+        0.32). The last groups may have empty slots. Residual groups have as many layers as their larger pages fit
+        into such a block, one at least. Raises ConfigError if nothing is kept or block_size < 1.
         """
         if block_size < 1:
             raise ConfigError(f"block size {block_size} is below 1; 16 is usual")
-        kinds: dict[CacheSpec, list[int]] = {}
-        for index, spec in enumerate(specs):
-            if spec is not None:
-                kinds.setdefault(spec, []).append(index)
+        kinds = _by_spec(enumerate(specs))
         if not kinds:
             raise ConfigError("no layer keeps a KV cache")
         size = group_size([len(layers) for layers in kinds.values()])
@@ -272,8 +296,11 @@ class KVLayout:
             for spec, layers in kinds.items()
             for part in split_layers(layers, size)
         ]
-        pages = max(g.page_bytes for g in groups)
-        return KVLayout(tuple(groups), max(len(g.layers) for g in groups), pages)
+        num_slots = max(len(g.layers) for g in groups)
+        ordinary = num_slots * max(g.page_bytes for g in groups)
+        newest = [*_residual_groups(specs, storage, block_size, ordinary)]
+        most = max([ordinary, *(len(g.layers) * g.page_bytes for g in newest)])
+        return KVLayout((*groups, *newest), num_slots, most)
 
     @property
     def block_size(self) -> int:
@@ -281,17 +308,17 @@ class KVLayout:
         return min(g.block_size for g in self.groups)
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: every slot's page."""
-        return self.num_slots * self.page_bytes
+    def storage(self) -> KVStorage:
+        """The type that was asked for: of every group but residuals."""
+        return self.groups[0].storage
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one more token stores while no window is full (the lesson's per-token figure).
 
-        Scales and rows shared by several tokens are spread over them.
+        Scales and rows shared by several tokens are spread over them. A residual is a constant and left out.
         """
-        spans = [(g, g.storage.span * g.spec.span) for g in self.groups]
+        spans = [(g, g.storage.span * g.spec.span) for g in self.groups if not g.is_residual]
         return sum(len(g.layers) * cdiv(g.spec.tile_bytes(span, g.storage), span) for g, span in spans)
 
     def bytes_for(self, num_tokens: int) -> int:
@@ -300,7 +327,8 @@ class KVLayout:
 
     def read_bytes(self, context: int) -> int:
         """Bytes that one decode step reads of a sequence with `context` tokens, itself included."""
-        return self.bytes_for(context)
+        newest = context - self.storage.num_quantised(context) if self.storage.residual else 0
+        return sum(g.read_bytes(context, newest) for g in self.groups)
 
     def blocks_for(self, num_tokens: int, in_flight: int = 1) -> int:
         """Most blocks that one sequence holds while it grows to `num_tokens`, over all groups."""
@@ -310,9 +338,9 @@ class KVLayout:
         """Whole blocks in a budget of `num_bytes`."""
         return max(0, num_bytes) // self.block_bytes
 
-    def pool_shape(self, num_blocks: int) -> tuple[int, int, int]:
-        """(slots, blocks, page bytes): the byte tensor an executor allocates; its size is blocks × block_bytes."""
-        return (self.num_slots, num_blocks, self.page_bytes)
+    def pool_shape(self, num_blocks: int) -> tuple[int, int]:
+        """(blocks, block bytes): the byte tensor an executor allocates. Slot s of a group is its s-th page in a row."""
+        return (num_blocks, self.block_bytes)
 
     def tensor_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """Per group, the logical shape of its part of the pool: (layers, blocks, tokens, KV heads, key + value dims).
@@ -330,6 +358,26 @@ class KVLayout:
                 continue
             shapes.append((len(g.layers), num_blocks, *dims))
         return tuple(shapes)
+
+
+def _by_spec(layers: Iterable[tuple[int, CacheSpec | None]]) -> dict[CacheSpec, list[int]]:
+    kinds: dict[CacheSpec, list[int]] = {}
+    for index, spec in layers:
+        if spec is not None:
+            kinds.setdefault(spec, []).append(index)
+    return kinds
+
+
+def _residual_groups(specs: Sequence[CacheSpec | None], storage: KVStorage, block_size: int,
+                     block_bytes: int) -> Iterator[LayerGroup]:  # fmt: skip
+    """The newest tokens of every layer in bf16, as windows. A layer's page is larger here: fewer layers fit a block."""
+    if not storage.residual:
+        return
+    newest = ((index, spec and spec.newest(storage.residual)) for index, spec in enumerate(specs))
+    for spec, layers in _by_spec(newest).items():
+        page = spec.tile_bytes(block_size, UNQUANTISED)
+        for part in split_layers(layers, max(1, block_bytes // page)):
+            yield LayerGroup(spec, part, UNQUANTISED, block_size, is_residual=True)
 
 
 def group_size(counts: Sequence[int]) -> int:

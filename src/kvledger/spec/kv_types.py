@@ -48,7 +48,7 @@ _PLAIN = [
     KVType("fp8_e4m3", 8), KVType("fp8_e5m2", 8),  # one scale per tensor or none: no bytes per token
 ]  # fmt: skip
 _SCALED = [
-    KVType("int8", 8, scale_bytes=4),  # one fp32 scale per token and head
+    KVType("int8", 8, scale_bytes=4),  # one word of scale and zero per token and head
     KVType("int8_per_token_head", 8, scale_bytes=4),
     KVType("fp8_per_token_head", 8, scale_bytes=4),
     KVType("int4_per_token_head", 4, scale_bytes=4),
@@ -90,6 +90,23 @@ class KVStorage:
     def span(self) -> int:
         """Tokens after which bytes repeat: the group of scales that run along tokens, else 1."""
         return max(t.group if t.axis == "column" else 1 for t in (self.key, self.value))
+
+    @property
+    def residual(self) -> int:
+        """Newest tokens that stay in bf16; 0: none."""
+        return max(self.key.residual, self.value.residual)
+
+    @property
+    def usual_block_size(self) -> int:
+        """Tokens per block where nobody says: 16, or as many as share a scale."""
+        return max(16, self.span)
+
+    def num_quantised(self, num_tokens: int) -> int:
+        """How many of `num_tokens` tokens the last of them reads quantised, where there is a residual.
+
+        Whole groups of `span` tokens, so that `residual` tokens hold the rest wherever the last group ends.
+        """
+        return max(0, ((num_tokens - 1) // self.span - self.residual // self.span + 1) * self.span)
 
     @staticmethod
     def of(name: str) -> KVStorage:

@@ -29,7 +29,7 @@ class KvledgerProfile:
         total = device.memory_bytes if device else 0
         length = setup.max_model_len or model.max_context
         plan = local_pool(model, _config(model, setup), total, total)
-        groups = tuple(BlockGroup((g,), plan.layout.page_bytes) for g in plan.layout.groups)
+        groups = tuple(BlockGroup((g,)) for g in plan.layout.groups)
         in_flight = setup.max_num_batched_tokens or SchedulerConfig().max_num_batched_tokens
         pool = Pool("blocks", groups, plan.num_blocks, plan.layout.block_bytes, in_flight)
         weights = weights_in_memory(model) if setup.weights_bytes is None else setup.weights_bytes
@@ -48,7 +48,7 @@ class KvledgerProfile:
 def _config(model: ModelSpec, setup: Setup) -> EngineConfig:
     kv_dtype = model.activation_dtype if setup.kv_dtype == "auto" else setup.kv_dtype
     cache = CacheConfig(
-        block_size=setup.block_size or CacheConfig().block_size,
+        block_size=setup.block_size,
         kv_dtype=kv_dtype,
         kv_memory_bytes=setup.available_bytes,
     )

@@ -1,0 +1,47 @@
+"""The Walsh-Hadamard transform of a head's channels: what spreads an outlier over its neighbours before quantising.
+
+Orthogonal, symmetric and its own inverse: queries and keys that are both transformed keep every score. Its use before
+KV quantisation is QuaRot's (arXiv:2404.00456). Knows no pages and no types.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+
+from kvledger.kernels import simd
+from kvledger.kernels.emit import F32, LANES, VF32, VI32, Emit, Val
+from kvledger.kernels.jit import inline
+
+
+def transform_width(dim: int) -> int:
+    """Channels that are transformed together: the largest power of two that divides `dim`, a multiple of 16."""
+    return dim & -dim
+
+
+def _within(e: Emit, x: Val) -> Val:
+    """The transform of a vector's 16 lanes, unscaled: lanes i and i ^ distance become their sum and difference."""
+    for distance in (1, 2, 4, 8):
+        partner = ir.Constant(VI32, [lane ^ distance for lane in range(LANES)])
+        sign = [ir.Constant(F32, -1.0 if lane & distance else 1.0) for lane in range(LANES)]
+        x = Val(e, e.b.shuffle_vector(x.v, x.v, partner)) + x * Val(e, ir.Constant(VF32, sign))
+    return x
+
+
+transform_16 = simd.emitted(simd.f32x16, [simd.f32x16], _within)
+
+
+@inline
+def transform(x, dim, width):  # type: ignore[no-untyped-def]
+    """float32[dim] at x: each run of `width` (a power of two ≥ 16) channels times the Hadamard matrix / √width."""
+    factor = simd.splat(np.float32(1) / np.sqrt(np.float32(width)))
+    for d in range(0, dim, 16):
+        simd.store_f32(x + 4 * d, simd.mul(transform_16(simd.load_f32(x + 4 * d)), factor))
+    distance = 16
+    while distance < width:
+        for run in range(0, dim, 2 * distance):
+            for d in range(run, run + distance, 16):
+                a, b = simd.load_f32(x + 4 * d), simd.load_f32(x + 4 * (d + distance))
+                simd.store_f32(x + 4 * d, simd.add(a, b))
+                simd.store_f32(x + 4 * (d + distance), simd.sub(a, b))
+        distance *= 2
