@@ -78,15 +78,19 @@ def test_the_pool_is_no_larger_than_the_sequences_can_fill():
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_the_cpu_executor_allocates_the_plan(tmp_path, window, block_size):
+@pytest.mark.parametrize(
+    ("dtype", "block_size"), [("bf16", 8), ("bf16", None), ("bf16", 32), ("int4", None), ("int4", 64), ("int8", 16)]
+)
+def test_the_cpu_executor_allocates_the_plan(tmp_path, window, dtype, block_size):
     path = write_tiny_model(tmp_path / "tiny.gguf", window=window)
-    config = EngineConfig(CacheConfig(block_size=block_size, kv_memory_bytes=3 * MIB), SchedulerConfig(max_num_seqs=99))
+    cache = CacheConfig(block_size, dtype, kv_memory_bytes=3 * MIB)
+    config = EngineConfig(cache, SchedulerConfig(max_num_seqs=99))
     loaded = build_engine(path, config)
     try:
         planned = local_pool(loaded.model, config, 1, 1)  # a given size depends on nothing else
         assert loaded.pool == planned
         assert isinstance(loaded.pool, PoolPlan)
+        assert loaded.pool.layout.block_size == (block_size or {"bf16": 16, "int4": 32}[dtype])
         assert loaded.engine.executor.num_blocks == loaded.engine.scheduler.pool.num_blocks == planned.num_blocks
         assert loaded.engine.executor.kv_bytes == planned.num_blocks * planned.layout.block_bytes
     finally:

@@ -238,14 +238,20 @@ def test_tensorrt_counts_in_blocks_of_32():
     assert ours.kv_tokens % 32 == 0
 
 
-def test_kvledger_plans_the_pool_it_builds():
+@pytest.mark.parametrize("dtype", ["bf16", "int4"])
+def test_kvledger_plans_the_pool_it_builds(dtype):
     from kvledger.plan.pool import local_pool
     from kvledger.spec.config import CacheConfig, EngineConfig
 
     m = model("smollm2-135m")
-    config = EngineConfig(cache=CacheConfig(kv_memory_bytes=GIB, kv_dtype="bf16"))
-    ours = get_profile("kvledger").allocate(m, None, Setup(available_bytes=GIB, kv_dtype="bf16"))
-    assert ours.num_blocks == local_pool(m, config, 0, 0).num_blocks
+    config = EngineConfig(cache=CacheConfig(kv_memory_bytes=GIB, kv_dtype=dtype))
+    ours = get_profile("kvledger").allocate(m, None, Setup(available_bytes=GIB, kv_dtype=dtype))
+    built = local_pool(m, config, 0, 0)
+    pool = ours.pools[0]
+    assert (pool.num_blocks, pool.block_bytes, pool.block_size) == (
+        built.num_blocks, built.layout.block_bytes, {"bf16": 16, "int4": 32}[dtype]
+    )  # fmt: skip
+    assert pool.blocks_for(2048) == built.layout.blocks_for(2048, pool.in_flight)
 
 
 def test_compare_sets_engines_side_by_side_and_says_why():

