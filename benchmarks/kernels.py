@@ -91,7 +91,7 @@ def attention(team: Team, sequences: int, new: int, context_tokens: int, found: 
     ctx, keep = context(team, rows, att.scratch_bytes(dim, dim))
     for word, value in ((att.SEGMENTS, segments), (att.UNITS, units), (ew.TABLES, tables), (ew.POOL, pool)):
         ctx[word] = value.ctypes.data
-    ctx[att.NUM_UNITS], ctx[ew.TABLE_STRIDE], ctx[ew.NUM_BLOCKS] = len(units), per_sequence, blocks
+    ctx[att.NUM_UNITS], ctx[ew.TABLE_STRIDE] = len(units), per_sequence
     program = empty_program(att.attention(shape, q, out.ctypes.data, rows))
     seconds = best_of(team, [program], ctx)
     del keep

@@ -19,7 +19,7 @@ from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
 
 # further ctx words
-TOKENS, POSITIONS, SEGMENT_OF, TABLE_STRIDE, POOL, NUM_BLOCKS, TABLES = 4, 5, 6, 7, 8, 9, 24
+TOKENS, POSITIONS, SEGMENT_OF, TABLE_STRIDE, POOL, TABLES = 4, 5, 6, 7, 8, 24
 
 
 @inline

@@ -224,5 +224,6 @@ def empty_program(ops: list[list[int]]) -> Any:
     """int64[num_ops, OP_WORDS], rows padded with zeros."""
     program = np.zeros((len(ops), OP_WORDS), np.int64)
     for row, op in zip(program, ops, strict=True):
+        assert not any(op[COUNTER // 8 : MEMORY]), "an op's arguments reach into its counters"
         row[: len(op)] = op
     return program
