@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,8 @@ def test_documents_list_every_route():
 def test_ctrl_c_and_a_reader_that_leaves_are_no_tracebacks(tmp_path):
     """While a command waits for input, and with stdout closed."""
     command = [sys.executable, "-m", "kvledger", "run", "smollm2"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=listens) as process:
         time.sleep(2)
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
