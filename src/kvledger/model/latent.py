@@ -57,13 +57,13 @@ def add_latent_attention(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, shap
     width = m.nope + m.rope
     for head, key in enumerate(_per_head(w, f"{p}attn_k_b.weight", shape.heads)):
         into = b.absorbed[:, head * m.dim : (head + 1) * m.dim]
-        ops.linear(b.queries[:, head * width : head * width + m.nope], key, into)
+        ops.linear(b.queries[:, head * width : head * width + m.nope], key, into, fine=True)
     c_norm = w.vector(f"{p}attn_kv_a_norm.weight")
     ops.add(latent_write(shape, b.kv, b.queries, b.absorbed, q, angles, scale, c_norm, eps))
     ops.add(*att.attention(shape, q, b.gathered.ctypes.data, MAX_ROWS))
     for head, value in enumerate(_per_head(w, f"{p}attn_v_b.weight", shape.heads)):
         into = mixed[:, head * m.value : (head + 1) * m.value]
-        ops.linear(b.gathered[:, head * m.dim : (head + 1) * m.dim], value, into)
+        ops.linear(b.gathered[:, head * m.dim : (head + 1) * m.dim], value, into, fine=True)
 
 
 def _queries(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, heads: int, p: str, x: Array, norm: Array,
