@@ -15,7 +15,7 @@ from kvledger.errors import ConfigError, DoesNotFit
 from kvledger.plan.concurrency import Blocks, requests_in
 from kvledger.plan.cost import cost_per_million
 from kvledger.plan.explain import Basis
-from kvledger.plan.pool import RUNTIME_BYTES, PoolPlan, check_memory, local_pool, weights_in_memory
+from kvledger.plan.pool import RUNTIME_BYTES, check_memory, local_pool, weights_in_memory
 from kvledger.plan.profiles.base import Allocation, Band, Term, get_profile
 from kvledger.plan.profiles.vllm import storage_of
 from kvledger.plan.query import Query, check, unsplit_attention
@@ -205,28 +205,12 @@ def engine_config(query: Query) -> EngineConfig:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalBlocks:
-    """This machine's pool, a request counted with the tokens that one step may add to it."""
-
-    pool: PoolPlan
-    in_flight: int
-
-    @property
-    def num_blocks(self) -> int:
-        return self.pool.num_blocks
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return self.pool.layout.blocks_for(num_tokens, self.in_flight)
-
-
 def _local_memory(query: Query) -> Memory:
     if query.tp * query.pp > 1:
         raise ConfigError(f"kvledger runs on one machine: TP = {query.tp}, PP = {query.pp}; use 1")
     config, (total, available) = engine_config(query), host_memory()
     check_memory(query.model, config, total)
     pool = local_pool(query.model, config, total, available)
-    blocks = _LocalBlocks(pool, config.sched.max_num_batched_tokens)
     weights = Term("weights", Band.exactly(weights_in_memory(query.model)), "computed", "as the file stores them")
     runtime = Term("run time", Band.exactly(RUNTIME_BYTES), "given", "interpreter, kernels, buffers: the bound kept")
     return Memory(
@@ -234,13 +218,13 @@ def _local_memory(query: Query) -> Memory:
         budget_bytes=total,
         terms=(weights, runtime),
         available=Band.exactly(pool.budget_bytes),
-        pools=(blocks,),
+        pools=(pool,),
         num_blocks=pool.num_blocks,
         block_size=pool.layout.block_size,
         block_bytes=pool.layout.block_bytes,
         pool_bytes=pool.pool_bytes,
         kv_tokens=pool.kv_tokens,
-        max_concurrency=pool.num_blocks / max(1, blocks.blocks_for(query.context)),
+        max_concurrency=pool.num_blocks / max(1, pool.blocks_for(query.context)),
         max_num_seqs=config.sched.max_num_seqs,
         reasons=(f"KV memory: {pool.reason}",),
     )

@@ -37,6 +37,10 @@ class PoolPlan:
             low, high = (middle, high) if fits else (low, middle)
         return low
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """Most blocks that one request holds; the scheduler cuts a chunk to the blocks that are free."""
+        return self.layout.blocks_for(num_tokens)
+
     def requests_at(self, context: int, in_flight: int = 1) -> int:
         """Sequences of `context` tokens that fit side by side, block rounding included."""
         return self.num_blocks // max(1, self.layout.blocks_for(context, in_flight))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvledger.errors import ConfigError
 from kvledger.plan.pool import RUNTIME_BYTES, local_pool, weights_in_memory
 from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term, required
-from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
+from kvledger.spec.config import CacheConfig, EngineConfig
 from kvledger.spec.device import DeviceSpec
 from kvledger.spec.model import ModelSpec
 from kvledger.units import GIB
@@ -30,8 +30,8 @@ class KvledgerProfile:
         length = setup.max_model_len or model.max_context
         plan = local_pool(model, _config(model, setup), total, total)
         groups = tuple(BlockGroup((g,)) for g in plan.layout.groups)
-        in_flight = setup.max_num_batched_tokens or SchedulerConfig().max_num_batched_tokens
-        pool = Pool("blocks", groups, plan.num_blocks, plan.layout.block_bytes, in_flight)
+        # one token in flight: the scheduler cuts a chunk to the blocks that are free, so windows need no more
+        pool = Pool("blocks", groups, plan.num_blocks, plan.layout.block_bytes, in_flight=1)
         weights = weights_in_memory(model) if setup.weights_bytes is None else setup.weights_bytes
         terms = (
             Term("weights", Band.exactly(weights), "computed", "as stored in the file"),
