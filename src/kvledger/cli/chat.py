@@ -27,13 +27,14 @@ def chat(
     top_p: float = typer.Option(None, help="Default: the model's recommendation."),
     seed: int = typer.Option(None, help="Makes sampling repeatable."),
     kv_memory: str = typer.Option("", help="Bytes of the KV pool, as 512MiB; default: a share of free memory."),
+    activations: str = typer.Option("auto", help="Arithmetic of activations: auto, int8, int8x2 or fp32."),
     threads: int = typer.Option(None, help="Threads that compute; default: every core."),
     kv_dtype: str = typer.Option("bf16", help="Type of K and V in the cache: bf16, int8, fp8, int4 or fp32."),
     quantise: str = typer.Option("", help="Safetensors only: q8_0 or q4_1 as they are read."),
 ) -> None:
     """Talk with a model in the terminal."""
     asked = Asked(max_tokens, temperature, top_p, seed)
-    with open_llm(model, kv_memory, threads, quantise, kv_dtype) as llm:
+    with open_llm(model, kv_memory, threads, quantise, kv_dtype, activations) as llm:
         say(HELP)
         params = asked.params(model, llm)
         history: list[dict[str, str]] = []

@@ -53,13 +53,13 @@ class Asked:
         return SamplingParams(max_tokens=self.max_tokens, **chosen)
 
 
-def open_llm(model: str, kv_memory: str, threads: int | None, quantise: str, kv_dtype: str = "bf16") -> LLM:
+def open_llm(model: str, kv_memory: str, threads: int | None, quantise: str, kv_dtype: str, activations: str) -> LLM:
     """The model, loaded, with its progress on stderr. Raises what `build_engine` raises."""
     from kvledger.llm import LLM
 
     status = StatusLine()
     options: dict[str, Any] = {"kv_memory": kv_memory} if kv_memory else {}
-    options |= {"quantise": quantise, "kv_dtype": kv_dtype}
+    options |= {"quantise": quantise, "kv_dtype": kv_dtype, "activations": activations}
     llm = LLM(model, progress=status.show, num_threads=threads, **options)
     status.clear()
     for note in llm.loaded.notes:
@@ -79,6 +79,7 @@ def run(
     seed: int = typer.Option(None, help="Makes sampling repeatable."),
     kv_memory: str = typer.Option("", help="Bytes of the KV pool, as 512MiB; default: a share of free memory."),
     kv_dtype: str = typer.Option("bf16", help="Type of K and V in the cache: bf16, int8, fp8, int4 or fp32."),
+    activations: str = typer.Option("auto", help="Arithmetic of activations: auto, int8, int8x2 or fp32."),
     threads: int = typer.Option(None, help="Threads that compute; default: every core."),
     quantise: str = typer.Option("", help="Safetensors only: q8_0 or q4_1 as they are read."),
     stats: bool = typer.Option(False, "--stats", help="Say tokens per second and time to first token at the end."),
@@ -88,7 +89,7 @@ def run(
     if not text.strip():
         raise ConfigError("the prompt is empty: give it as an argument or on stdin")
     asked = Asked(max_tokens, temperature, top_p, seed)
-    with open_llm(model, kv_memory, threads, quantise, kv_dtype) as llm:
+    with open_llm(model, kv_memory, threads, quantise, kv_dtype, activations) as llm:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": text})
         started_s = time.monotonic()
