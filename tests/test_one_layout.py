@@ -3,7 +3,6 @@
 import pytest
 
 from kvledger.build import assemble, build_engine
-from kvledger.errors import ConfigError
 from kvledger.exec.simulated import SimulatedExecutor
 from kvledger.plan.pool import PoolPlan, local_pool, plan_pool
 from kvledger.sched.sequence import Request
@@ -96,8 +95,3 @@ def test_the_cpu_executor_allocates_the_plan(tmp_path, window, dtype, block_size
         assert loaded.engine.executor.kv_bytes == planned.num_blocks * planned.layout.block_bytes
     finally:
         loaded.engine.close()
-
-
-def test_int4_refuses_blocks_that_split_its_groups():
-    with pytest.raises(ConfigError, match="blocks of 32, 64, 128, 256 tokens, got 16"):
-        CacheConfig(block_size=16, kv_dtype="int4")

@@ -39,10 +39,6 @@ class CacheConfig:
             raise ConfigError(f"kv_dtype is the name of a type, not {self.kv_dtype!r}")
         if self.kv_memory_bytes is not None and self.kv_memory_bytes <= 0:
             raise ConfigError(f"KV memory must be positive, got {self.kv_memory_bytes} bytes")
-        storage, size = KVStorage.of(self.kv_dtype), self.tokens_per_block
-        if storage.residual and size % storage.span:
-            fits = ", ".join(str(b) for b in BLOCK_SIZES if b % storage.span == 0)
-            raise ConfigError(f"{self.kv_dtype} KV needs blocks of {fits} tokens, got {size}")
         if self.disk_dir is not None and (not isinstance(self.disk_dir, str) or not self.disk_dir):
             raise ConfigError(f"disk_dir is the path of a folder, not {self.disk_dir!r}")
         if self.disk_dir is not None and not self.prefix_caching:
