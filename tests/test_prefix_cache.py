@@ -134,6 +134,18 @@ def test_window_groups_need_only_the_blocks_of_the_window():
     assert prefix.match(digests[:4]).num_blocks == 0  # the query at 16 reads 7 … 15, and 7 … 11 are gone
 
 
+def test_a_window_that_has_lost_its_first_blocks_hides_nothing_beside_a_full_group():
+    where = layout("mix")
+    pool, digests = BlockPool(60), chain(list(range(24)))
+    prefix = PrefixCache(pool, where.groups)
+    for g, group in enumerate(where.groups):
+        for i in range(6) if not group.spec.first_kept(1 << 40) else (3, 4, 5):
+            prefix.enter(digests[i], g, pool.take())
+    match = prefix.match(digests)
+    assert match.num_blocks == 6
+    assert {sum(b >= 0 for b in table) for table in match.tables} == {6, 3}
+
+
 def test_clear_forgets_but_keeps_what_is_in_use():
     scheduler = make_scheduler(num_blocks=30)
     executor = FakeExecutor(scheduler)

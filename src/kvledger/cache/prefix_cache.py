@@ -65,6 +65,7 @@ class PrefixCache:
         elsewhere: Callable[[Key], int | None] = lambda key: None,
     ) -> None:
         self.pool, self.groups, self.enabled, self.elsewhere = pool, tuple(groups), enabled, elsewhere
+        self._keeping_all = [i for i, g in enumerate(self.groups) if g.spec.first_kept(1 << 40) == 0]
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._block_of: dict[Key, int] = {}
@@ -118,15 +119,11 @@ class PrefixCache:
         for index, digest in enumerate(digests):
             for g in range(len(self.groups)):
                 runs[g] = runs[g] + 1 if self._has((digest, g)) else 0
+            if any(runs[g] <= index for g in self._keeping_all):
+                break  # these need every block; the others only their last ones
             if all(runs[g] >= index + 1 - self._first_block(g, index + 1) for g in range(len(self.groups))):
                 best = index + 1
-            elif self._has_full_group and not all(runs):
-                break
         return best
-
-    @property
-    def _has_full_group(self) -> bool:
-        return any(g.spec.first_kept(1 << 40) == 0 for g in self.groups)
 
     def _first_block(self, group: int, num_blocks: int) -> int:
         """First block that a query after `num_blocks` blocks may read."""
