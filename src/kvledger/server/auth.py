@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,6 +28,7 @@ class Guard:
         elif not self._may_pass(scope):
             await _answer(send, 401, json.dumps({"error": "Unauthorized"}).encode(), [(b"www-authenticate", b"Bearer")])
         elif _declared_length(scope) > self.max_body_bytes:
+            await _drain(receive)
             await self._refuse_body(send)
         else:
             await self.app(scope, self._bounded(receive), send)
@@ -44,6 +47,8 @@ class Guard:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self.max_body_bytes:
+                if message.get("more_body"):
+                    await _drain(receive)
                 raise BodyTooLarge(self.max_body_bytes)
             return message
 
@@ -72,6 +77,21 @@ def _declared_length(scope: Scope) -> int:
         return int(_header(scope, b"content-length") or 0)
     except ValueError:
         return 0
+
+
+async def _drain(receive: Receive) -> None:
+    """Read what is still on its way, up to a MiB and a second.
+
+    A connection that is closed with bytes unread is reset, and the reset can overtake the answer.
+    """
+    left = 1 << 20
+    with suppress(TimeoutError):
+        async with asyncio.timeout(1.0):
+            while left > 0:
+                message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    return
+                left -= len(message.get("body", b""))
 
 
 async def _answer(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
