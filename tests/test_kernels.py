@@ -1,9 +1,11 @@
 """Every kernel against its reference, on the path this process runs and, in processes of their own, on all others."""
 
+import gc
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from kvledger.kernels import matmul_amx as amx
 from kvledger.kernels import matmul_f32 as f32
 from kvledger.kernels import packed as pk
 from kvledger.kernels import reference as ref
+from kvledger.kernels.jit import Kernel
 from kvledger.kernels.team import Team, empty_program
 from kvledger.spec.kv import FullKV, KVStorage
 
@@ -317,6 +320,65 @@ def test_a_poisoned_block_does_not_poison_the_next_owner(team):
 
 
 # ---------------------------------------------------------------------------------------------- paths
+
+
+def functions_within(function, found):
+    """`function` and every Python function that it reaches by its globals, into `found` by the name in machine code."""
+    function = getattr(function, "py_func", function)
+    if not isinstance(function, FunctionType) or not function.__module__.startswith("kvledger.kernels"):
+        return
+    others = found.setdefault((function.__module__, function.__qualname__), set())
+    if function in others:
+        return
+    others.add(function)
+    for name in function.__code__.co_names:
+        functions_within(function.__globals__.get(name), found)
+
+
+def test_no_two_functions_share_a_name_in_machine_code():
+    """Code that two processes have compiled is linked by name: one of two namesakes would stand for both."""
+    kernels = [x for x in gc.get_objects() if isinstance(x, Kernel)]
+    found = {}
+    for kernel in kernels:
+        functions_within(kernel._function, found)
+    assert len(kernels) > 20
+    assert len(found) > 60
+    assert {name: len(same) for name, same in found.items() if len(same) > 1} == {}
+
+
+def test_kernels_that_two_processes_compiled_work_in_a_third(tmp_path):
+    """They did not, while inner functions of variants had one name."""
+    code = """
+import sys
+import numpy as np
+from kvledger.kernels import elementwise as ew, matmul as mm, packed as pk
+from kvledger.kernels.team import Team, empty_program
+
+def difference(bits):
+    rng = np.random.default_rng(bits)
+    levels, scale = rng.integers(0, 1 << bits, (16, 64)).astype(np.uint8), np.ones((16, 2), np.float32)
+    w, mode = pk.pack(levels, scale, -8 * scale, bits), pk.integer_mode("int8", bits)
+    x, out, bias = rng.standard_normal((16, 64)).astype(np.float32), np.zeros((16, 16), np.float32), np.zeros(16, np.float32)
+    ctx, scratch = np.zeros(64, np.int64), pk.aligned_zeros(mm.PANEL_BYTES)
+    ctx[[mm.ROWS, mm.SCRATCH, mm.SCRATCH_BYTES, mm.NUM_THREADS]] = 16, scratch.ctypes.data, mm.PANEL_BYTES, 1
+    act = pk.Activations.empty(16, 64, mode)
+    ops = [ew.quantise(x.ctypes.data, act, mode)]
+    if bits in multiplied:
+        ops.append(mm.matmul(act, w, out.ctypes.data, 64, mode, bias, add=False))
+    Team(1).run(empty_program(ops), ctx)
+    exact = x @ (levels.astype(np.float32) - 8).T
+    return float(np.abs(out - exact).max() / np.abs(exact).max())
+
+multiplied = [int(bits) for bits in sys.argv[1:]]
+print([difference(bits) < 0.02 for bits in (4, 8)])
+"""
+    run = lambda *bits: subprocess.run(  # noqa: E731
+        [sys.executable, "-c", code, *bits], env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}, capture_output=True,
+        text=True, timeout=300, check=True)  # fmt: skip
+    assert run().stdout == "[False, False]\n"  # compiles what both need, so that they number their functions alike
+    assert run("4").stdout == "[True, False]\n"
+    assert run("8").stdout == "[False, True]\n"
+    assert run("4", "8").stdout == "[True, True]\n"
 
 
 def test_an_unknown_path_is_named():

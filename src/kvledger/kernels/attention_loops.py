@@ -271,12 +271,13 @@ def _all_mixes_wide(p, values, tiles, dim, rows, out):  # type: ignore[no-untype
 def _scores_over(size: int) -> Any:
     loops = {f"wide{rows}": _scores_wide(rows, size) for rows in WIDTH}
     many = _scores_wide(4, size, asks=False)
-    return inline(rebound(_all_scores_wide, "_all_scores_wide", many4=many, **loops))
+    return inline(rebound(_all_scores_wide, f"_all_scores_wide_{8 * size}", many4=many, **loops))
 
 
 def _mixes_over(size: int) -> Any:
     loops = {f"wide{rows}": _mix_wide(rows, size) for rows in WIDTH}
-    return inline(rebound(_all_mixes_wide, "_all_mixes_wide", narrow1=_mix_wide(1, size, 1), **loops))
+    narrow = _mix_wide(1, size, 1)
+    return inline(rebound(_all_mixes_wide, f"_all_mixes_wide_{8 * size}", narrow1=narrow, **loops))
 
 
 all_scores_wide = {size: _scores_over(size) for size in (2, 4)}

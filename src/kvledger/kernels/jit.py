@@ -75,7 +75,11 @@ def inline(function: Callable[..., Any]) -> Any:
 
 
 def rebound(template: Callable[..., Any], name: str, **bindings: Any) -> FunctionType:
-    """A copy of a function with other globals; not a closure, which Numba could not cache over emitted functions."""
+    """A copy of a function with other globals; not a closure, which Numba could not cache over emitted functions.
+
+    `name` must say what is bound: machine code kept by one process is linked with another's by name, and of two
+    functions of the same name only one would be left.
+    """
     assert isinstance(template, FunctionType)
     function = FunctionType(template.__code__, {**template.__globals__, **bindings}, name)
     function.__qualname__ = name

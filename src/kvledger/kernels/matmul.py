@@ -115,27 +115,28 @@ def _matmul(op: int, ctx: int, thread: int) -> None:
             multiply_tile(x, xs, tile, bias + t * 64, y + t * 64, ldy, rows, groups, shift, add, panel)
 
 
-def _rows_of(loop: Callable[[int], Any], most: int) -> Any:
-    """`_all_rows` over a loop for one, two, four (and eight) rows."""
+def _rows_of(name: str, loop: Callable[[int], Any], most: int) -> Any:
+    """`_all_rows` over a loop for one, two, four (and eight) rows; `name` says which."""
     loops = {rows: loop(rows) for rows in (1, 2, 4, 8) if rows <= most}
     bound = {f"rows{rows}": each for rows, each in loops.items()}
-    return inline(rebound(_all_rows, "_all_rows", **bound, rows_many=loops[most], MANY=most))
+    return inline(rebound(_all_rows, f"_all_rows_{name}", **bound, rows_many=loops[most], MANY=most))
 
 
 def _variant(bits: int, wide: bool, mode: str) -> Kernel:
     stride, is_pairs = group_bytes(bits, wide), mode == "int16"
+    name = f"q{bits}{'f' if wide else ''}_{mode}"
     if ISA.vnni:
-        packed = _rows_of(lambda rows: terms_loop(bits, wide, 1 if mode == "int8" else 2, rows), 8)
-        tile = rebound(_direct, "_direct", from_packed=packed)
+        packed = _rows_of(name, lambda rows: terms_loop(bits, wide, 1 if mode == "int8" else 2, rows), 8)
+        tile = rebound(_direct, f"_direct_{name}", from_packed=packed)
     else:
-        packed = _rows_of(lambda rows: halves_loop(bits, wide, is_pairs, rows), 4)
-        panel = _rows_of(lambda rows: panel_loop(is_pairs, rows), 4)
+        packed = _rows_of(name, lambda rows: halves_loop(bits, wide, is_pairs, rows), 4)
+        panel = _rows_of(f"panel_{name}", lambda rows: panel_loop(is_pairs, rows), 4)
+        unpack = unpack_loop(bits, wide, is_pairs)
         tile = rebound(
-            _by_panels, "_by_panels", from_packed=packed, from_panel=panel, unpack=unpack_loop(bits, wide, is_pairs),
-            STRIDE=stride, CHUNK=PANEL_BYTES // panel_bytes(is_pairs),
+            _by_panels, f"_by_panels_{name}", from_packed=packed, from_panel=panel, unpack=unpack, STRIDE=stride,
+            CHUNK=PANEL_BYTES // panel_bytes(is_pairs),
         )  # fmt: skip
-    name = f"matmul_q{bits}{'f' if wide else ''}_{mode}"
-    return Kernel(name, _matmul, multiply_tile=inline(tile), STRIDE=stride)
+    return Kernel(f"matmul_{name}", _matmul, multiply_tile=inline(tile), STRIDE=stride)
 
 
 KERNELS: dict[tuple[int, bool, str], Kernel] = {
