@@ -358,7 +358,8 @@ def difference(bits):
     rng = np.random.default_rng(bits)
     levels, scale = rng.integers(0, 1 << bits, (16, 64)).astype(np.uint8), np.ones((16, 2), np.float32)
     w, mode = pk.pack(levels, scale, -8 * scale, bits), pk.integer_mode("int8", bits)
-    x, out, bias = rng.standard_normal((16, 64)).astype(np.float32), np.zeros((16, 16), np.float32), np.zeros(16, np.float32)
+    x = rng.standard_normal((16, 64)).astype(np.float32)
+    out, bias = np.zeros((16, 16), np.float32), np.zeros(16, np.float32)
     ctx, scratch = np.zeros(64, np.int64), pk.aligned_zeros(mm.PANEL_BYTES)
     ctx[[mm.ROWS, mm.SCRATCH, mm.SCRATCH_BYTES, mm.NUM_THREADS]] = 16, scratch.ctypes.data, mm.PANEL_BYTES, 1
     act = pk.Activations.empty(16, 64, mode)
