@@ -51,7 +51,7 @@ def product(team: Team, outputs: int, inputs: int, rows: int, mode: str, found: 
     first = pk.pack(level, scale, -8 * scale, 4)
     copies = [first] + [pk.PackedMatrix(outputs, inputs, 4, False, first.data.copy())
                         for _ in range(COPIES_BYTES // first.data.nbytes)]  # fmt: skip
-    x, y = pk.Activations.empty(rows, inputs), np.zeros((-(-rows // 16) * 16, outputs), np.float32)
+    x, y = pk.Activations.empty(rows, inputs, mode), np.zeros((-(-rows // 16) * 16, outputs), np.float32)
     bias = np.zeros(outputs, np.float32)
     ctx, keep = context(team, rows, max(mm.PANEL_BYTES, amx.scratch_bytes(first)))
     place = (y.ctypes.data, outputs * 4)
@@ -64,7 +64,7 @@ def product(team: Team, outputs: int, inputs: int, rows: int, mode: str, found: 
     unit = {"bf16": "amx_bf16", "int16": "avx_int16"}.get(mode, "avx_int8")
     peak = found["units"].get(unit) or found["units"]["avx_int16"]
     operations, read = 2 * outputs * inputs * rows, first.data.nbytes
-    work = operations * (2 if mode in ("int12", "int8x2") else 1)
+    work = operations * (2 if mode == "int8x2" else 1)
     return {
         "kernel": f"product {mode}", "shape": f"{rows} × {inputs} → {outputs}", "seconds": seconds,
         "ops_per_s": operations / seconds, "bytes_per_s": read / seconds,
@@ -112,7 +112,7 @@ def main() -> None:
     options = parser.parse_args()
     found = measure_ceilings(options.threads)
     team = Team(found["threads"])
-    integers = ("int8", "int12", "int8x2") if ISA.vnni else ("int8", "int16")
+    integers = ("int8", "int8x2") if ISA.vnni else ("int8", "int16")
     modes = [*dict.fromkeys(pk.integer_mode(mode, 4) for mode in integers), *(["bf16"] if ISA.amx else [])]
     lines = [product(team, n, k, m, mode, found) for mode in modes for n, k in SHAPES for m in (1, 8, 64, 256)]
     lines += [attention(team, *case, found) for case in ((1, 256, 0), (1, 256, 1792), (64, 1, 160), (1, 1, 2048))]

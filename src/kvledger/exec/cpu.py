@@ -34,7 +34,7 @@ from kvledger.weights.open import WeightsFile, open_weights
 
 Array = np.ndarray[Any, Any]
 MODES = {
-    "auto": "bf16" if ISA.amx else "int12" if ISA.vnni else "mixed",
+    "auto": "bf16" if ISA.amx else "mixed",
     "int8": "int8",
     "int8x2": "int8x2",
     "fp32": "fp32",

@@ -14,7 +14,7 @@ from kvledger.kernels import simd
 from kvledger.kernels.jit import Kernel, inline
 from kvledger.kernels.matmul import NUM_THREADS, num_rows
 from kvledger.kernels.matmul_amx import store_activations
-from kvledger.kernels.packed import MAX_LEVEL, SCALES_BYTES, TERM_BITS, X_BYTES, Activations, PackedMatrix, group_bytes
+from kvledger.kernels.packed import MAX_LEVEL, SCALES_BYTES, TERM_BITS, Activations, PackedMatrix, group_bytes
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
 
@@ -39,7 +39,7 @@ def quantise_group(v0, v1, values, scales, row, group, groups, shift, level):  #
         simd.store_f32(values + place * 128, v0)
         simd.store_f32(values + place * 128 + 64, v1)
         return
-    values += place * X_BYTES
+    values += place * (32 if shift == 0 else 64)
     if shift == -1:
         store_activations(v0, v1, values)
         return
@@ -50,6 +50,9 @@ def quantise_group(v0, v1, values, scales, row, group, groups, shift, level):  #
     q0, q1 = simd.round_i32(simd.mul(v0, inverse)), simd.round_i32(simd.mul(v1, inverse))
     if shift == -3:
         simd.store_i16_ordered(values, q0, q1)
+    elif shift == 0:
+        simd.store_i8(values, q0)
+        simd.store_i8(values + 16, q1)
     else:
         store_terms(q0, q1, values, shift)
     simd.put_f32(scales, scale)

@@ -50,7 +50,7 @@ def available() -> dict[str, Isa]:
     if wide:
         found.append(Isa("avx512", vnni=True, bf16=bf16))
     if "avx2" in has and "fma" in has:
-        found.append(Isa("avx2", cpu="haswell"))
+        found.append(Isa("avx2", cpu="haswell" if found else None))
     found.append(Isa("generic", half=False, cpu="x86-64-v2" if platform.machine() in ("x86_64", "AMD64") else None))
     return {isa.name: isa for isa in found}
 

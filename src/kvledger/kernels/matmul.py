@@ -1,4 +1,4 @@
-"""y = x Wᵀ with quantised weights: 4 or 8 bits with a scale and a minimum per 32, activations as 8, 12 or 15 bits.
+"""y = x Wᵀ with quantised weights: 4 or 8 bits with a scale and a minimum per 32, activations as 8 or 15 bits.
 
 How both lie: `packed.py`. A group's dot product is an exact integer, and groups are added in ascending order in
 float32, so the number of rows cannot change a bit of any of them. The AMX path, which computes otherwise, is in
@@ -20,11 +20,11 @@ from kvledger.kernels.packed import (
     SCALES_BYTES,
     TERM_BITS,
     TILE,
-    X_BYTES,
     Activations,
     PackedMatrix,
     group_bytes,
     integer_mode,
+    x_bytes,
 )
 from kvledger.kernels.team import next_item
 
@@ -46,6 +46,7 @@ def num_rows(op: int, ctx: int) -> Any:
 
 # names bound per variant
 rows_many: Any = None
+ROW_BYTES = 64  # of a row's group of activations
 MANY = 8  # rows that `rows_many` takes: 8, or 4 where registers are few
 rows4: Any = None
 rows2: Any = None
@@ -65,19 +66,19 @@ def _all_rows(x, xs, w, bias, y, ldy, rows, first, groups, count, shift, origin)
     """Groups [first, first + count) of all rows for one tile, whose weights of these groups are at w."""
     for r0 in range(0, rows, 16):
         at = r0 // 16 * groups + first
-        xr, sr, yr = x + at * 1024, xs + at * SCALES_BYTES, y + r0 * ldy
+        xr, sr, yr = x + at * 16 * ROW_BYTES, xs + at * SCALES_BYTES, y + r0 * ldy
         r, end = 0, min(16, rows - r0)
         while end - r >= MANY:
-            rows_many(xr + r * X_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
+            rows_many(xr + r * ROW_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
             r += MANY
         if MANY > 4 and end - r >= 4:
-            rows4(xr + r * X_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
+            rows4(xr + r * ROW_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
             r += 4
         if end - r >= 2:
-            rows2(xr + r * X_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
+            rows2(xr + r * ROW_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
             r += 2
         if end - r >= 1:
-            rows1(xr + r * X_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
+            rows1(xr + r * ROW_BYTES, sr + r * 4, w, bias, yr + r * ldy, ldy, count, shift, origin)
 
 
 def _direct(x, xs, w, bias, y, ldy, rows, groups, shift, add, panel):  # type: ignore[no-untyped-def]
@@ -115,22 +116,23 @@ def _matmul(op: int, ctx: int, thread: int) -> None:
             multiply_tile(x, xs, tile, bias + t * 64, y + t * 64, ldy, rows, groups, shift, add, panel)
 
 
-def _rows_of(name: str, loop: Callable[[int], Any], most: int) -> Any:
+def _rows_of(name: str, row_bytes: int, loop: Callable[[int], Any], most: int) -> Any:
     """`_all_rows` over a loop for one, two, four (and eight) rows; `name` says which."""
     loops = {rows: loop(rows) for rows in (1, 2, 4, 8) if rows <= most}
-    bound = {f"rows{rows}": each for rows, each in loops.items()}
-    return inline(rebound(_all_rows, f"_all_rows_{name}", **bound, rows_many=loops[most], MANY=most))
+    bound: dict[str, Any] = {f"rows{rows}": each for rows, each in loops.items()}
+    bound |= {"rows_many": loops[most], "MANY": most, "ROW_BYTES": row_bytes}
+    return inline(rebound(_all_rows, f"_all_rows_{name}", **bound))
 
 
 def _variant(bits: int, wide: bool, mode: str) -> Kernel:
     stride, is_pairs = group_bytes(bits, wide), mode == "int16"
-    name = f"q{bits}{'f' if wide else ''}_{mode}"
+    name, size = f"q{bits}{'f' if wide else ''}_{mode}", x_bytes(mode)
     if ISA.vnni:
-        packed = _rows_of(name, lambda rows: terms_loop(bits, wide, 1 if mode == "int8" else 2, rows), 8)
+        packed = _rows_of(name, size, lambda rows: terms_loop(bits, wide, 1 if mode == "int8" else 2, rows), 8)
         tile = rebound(_direct, f"_direct_{name}", from_packed=packed)
     else:
-        packed = _rows_of(name, lambda rows: halves_loop(bits, wide, is_pairs, rows), 4)
-        panel = _rows_of(f"panel_{name}", lambda rows: panel_loop(is_pairs, rows), 4)
+        packed = _rows_of(name, size, lambda rows: halves_loop(bits, wide, is_pairs, rows), 4)
+        panel = _rows_of(f"panel_{name}", size, lambda rows: panel_loop(is_pairs, rows), 4)
         unpack = unpack_loop(bits, wide, is_pairs)
         tile = rebound(
             _by_panels, f"_by_panels_{name}", from_packed=packed, from_panel=panel, unpack=unpack, STRIDE=stride,
@@ -150,7 +152,7 @@ KERNELS: dict[tuple[int, bool, str], Kernel] = {
 
 def kernel_for(bits: int, wide: bool, mode: str) -> Kernel:
     """The kernel of weights in `bits` bits for activations in a mode that `integer_mode` gives for them."""
-    return KERNELS[bits, wide, "int8x2" if mode == "int12" else mode]
+    return KERNELS[bits, wide, mode]
 
 
 def matmul(x: Activations, w: PackedMatrix, y: int, ldy: int, mode: str, bias: np.ndarray, *, add: bool) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 from numba.core import types
 
 from kvledger.kernels.emit import F32, I16, I32, VF32, VI32, Emit, Val, vec
-from kvledger.kernels.packed import GROUP, SCALES_BYTES, TILE, X_BYTES, group_bytes
+from kvledger.kernels.packed import GROUP, SCALES_BYTES, TILE, group_bytes, x_bytes
 from kvledger.kernels.simd import emitted
 
 PREFETCH_BYTES = 2048  # how far ahead weights are asked for: the hardware stops at every 4 KiB
@@ -63,7 +63,7 @@ def _scaled(e: Emit, total: Any, dot: Val, d: Val, m: Val, xs: Val, row: int) ->
 def terms_loop(bits: int, wide: bool, terms: int, rows: int) -> Any:
     """Activations as one or two 8-bit terms, with VNNI. `xs`: scales and sums of the rows."""
     size, weights = group_bytes(bits, wide), TILE * GROUP * bits // 8
-    scales = scale_loader(wide)
+    scales, row_bytes = scale_loader(wide), x_bytes("int8" if terms == 1 else "int8x2")
 
     def emit(e: Emit, x: Val, xs: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, shift: Val,
              add: Val) -> None:  # fmt: skip
@@ -78,7 +78,7 @@ def terms_loop(bits: int, wide: bool, terms: int, rows: int) -> Any:
             low = [e.const(VI32, 0)] * rows
             for quad, u in weight_quads(e, bits, group):
                 for r in range(rows):
-                    at = x + (g * 1024 + r * X_BYTES)
+                    at = x + (g * (16 * row_bytes) + r * row_bytes)
                     high[r] = e.dot_u8s8(high[r], u, e.load_splat(I32, at, quad * 4))
                     if terms == 2:
                         low[r] = e.dot_u8s8(low[r], u, e.load_splat(I32, at, GROUP + quad * 4))
@@ -111,6 +111,10 @@ def _store(e: Emit, sums: list[list[Any]], y: Val, ldy: Val) -> None:
             e.store(total.get(), y + ldy * r, 32 * h)
 
 
+def _row_bytes(is_pairs: bool) -> int:
+    return x_bytes("int16" if is_pairs else "int8")
+
+
 Halves = Callable[[int], list[Val]]  # number within a part → two halves of 8 outputs
 
 
@@ -118,13 +122,14 @@ def _dots(e: Emit, is_pairs: bool, rows: int, x: Val, parts: Val, weights: Calla
     """A group's dot products [row][half]. `parts` is PARTS, hidden from LLVM: it would unroll the loop and spill."""
     words, kind = vec(I32, HALF), vec(I32, HALF) if is_pairs else vec(I16, 2 * HALF)
     count, dot_of = (4, e.dot_i16) if is_pairs else (2, e.dot_u8s8_i16)
+    row_bytes = _row_bytes(is_pairs)
     dots = [[e.var(e.const(kind, 0)) for _ in range(2)] for _ in range(rows)]
     with e.loop(parts) as p:
         at, halves = x + p * (4 * count), weights(p)
         for i in range(count):
             two = halves(i)
             for r in range(rows):
-                word = e.load_splat(I32, at, r * X_BYTES + i * 4, HALF)
+                word = e.load_splat(I32, at, r * row_bytes + i * 4, HALF)
                 for dot, u in zip(dots[r], two, strict=True):
                     dot.set(dot_of(dot.get(), u, word))
     if is_pairs:
@@ -160,6 +165,7 @@ def halves_loop(bits: int, wide: bool, is_pairs: bool, rows: int) -> Any:
     """As `terms_loop` in vectors of eight outputs; activations as 16-bit pairs or, with AVX2, one 8-bit term."""
     size, weights = group_bytes(bits, wide), TILE * GROUP * bits // 8
     scales, scale_bytes = scale_loader(wide, HALF), 4 if wide else 2
+    block = 16 * _row_bytes(is_pairs)
 
     def emit(e: Emit, x: Val, xs: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, parts: Val,
              origin: Val) -> None:  # fmt: skip
@@ -168,7 +174,7 @@ def halves_loop(bits: int, wide: bool, is_pairs: bool, rows: int) -> Any:
             group = w + g * size
             for line in range(0, size, 64):
                 e.prefetch(group, PREFETCH_BYTES + line)
-            dots = _dots(e, is_pairs, rows, x + g * 1024, parts, _packed(e, bits, is_pairs, group))
+            dots = _dots(e, is_pairs, rows, x + g * block, parts, _packed(e, bits, is_pairs, group))
             for h in range(2):
                 d, m = (scales(e, group, at + HALF * scale_bytes * h) for at in (weights, (size + weights) // 2))
                 for r in range(rows):
@@ -212,6 +218,7 @@ def panel_loop(is_pairs: bool, rows: int) -> Any:
     """As `halves_loop` from a panel."""
     size, count = panel_bytes(is_pairs), 4 if is_pairs else 2
     end, words, floats = size - 2 * TILE * 4, vec(I32, HALF), vec(F32, HALF)
+    block = 16 * _row_bytes(is_pairs)
 
     def emit(e: Emit, x: Val, xs: Val, panel: Val, bias: Val, y: Val, ldy: Val, groups: Val, parts: Val,
              origin: Val) -> None:  # fmt: skip
@@ -223,7 +230,7 @@ def panel_loop(is_pairs: bool, rows: int) -> Any:
                 at = group + p * (64 * count)
                 return lambda i: [e.load(words, at, (2 * i + h) * 32) for h in range(2)]
 
-            dots = _dots(e, is_pairs, rows, x + g * 1024, parts, part)
+            dots = _dots(e, is_pairs, rows, x + g * block, parts, part)
             for h in range(2):
                 d, m = (e.load(floats, group, end + 64 * i + 32 * h) for i in range(2))
                 for r in range(rows):

@@ -1,9 +1,9 @@
 """How weights and activations lie in memory for the products, and packing weights into that form.
 
 Weights lie in tiles of 16 outputs; per group of 32 inputs a tile holds its bytes ready for the dot product, then 16
-scales and 16 minima. Activations lie by blocks of 16 rows, as [block][group][row][64 bytes]: 32 high terms, then 32
-low ones, with x = scale · (high · 2^shift + low), or 32 numbers of 16 bits in ORDER; scales, and scale × Σ, as
-[block][group][scales, sums][row]. Knows no kernels, models or files.
+scales and 16 minima. Activations lie by blocks of 16 rows, as [block][group][row][`x_bytes`]: 32 terms, or 32 high ones
+and then 32 low ones, with x = scale · (high · 2^shift + low), or 32 numbers of 16 bits in ORDER; scales, and scale × Σ,
+as [block][group][scales, sums][row]. Knows no kernels, models or files.
 """
 
 from __future__ import annotations
@@ -17,25 +17,29 @@ from kvledger.kernels.isa import ISA
 
 GROUP = 32  # inputs that share a scale
 TILE = 16  # outputs computed together
-X_BYTES = 64  # of a group of activations
 SCALES_BYTES = 128  # of a group of 16 rows: their scales, then their sums
 # How activations are kept: bits of the low of two 8-bit terms, or below 0: bfloat16 as `matmul_amx` reads it, float32
 # as `matmul_f32` does, 16-bit integers.
-TERM_BITS = {"int8": 0, "int12": 4, "int8x2": 7, "bf16": -1, "fp32": -2, "int16": -3}
+TERM_BITS = {"int8": 0, "int8x2": 7, "bf16": -1, "fp32": -2, "int16": -3}
 # Largest integer activation. 15 bits in both forms, so that they give the same numbers.
-MAX_LEVEL = {"int8": 127, "int12": 127 * 16 + 7, "int8x2": 127 * 128 + 63, "int16": 127 * 128 + 63}
+MAX_LEVEL = {"int8": 127, "int8x2": 127 * 128 + 63, "int16": 127 * 128 + 63}
 # Place i of a group's 32 inputs in 16-bit forms holds input ORDER[i]: as nibbles and bytes fall out of 16-bit lanes.
 ORDER = [8 * p + k for p in range(4) for k in (0, 2, 4, 6, 1, 3, 5, 7)]
 
 
+def x_bytes(mode: str) -> int:
+    """Bytes of a row's group of activations."""
+    return {"int8": GROUP, "fp32": 4 * GROUP}.get(mode, 2 * GROUP)
+
+
 def integer_mode(mode: str, bits: int, *, fine: bool = False) -> str:
-    """`int8`, `int12`, `int8x2` or `mixed` as this CPU multiplies it best by weights of `bits` bits.
+    """`int8`, `int8x2` or `mixed` as this CPU multiplies it best by weights of `bits` bits.
 
     Without dot products of bytes (VNNI) 16-bit integers take no longer than two terms, nor than one by 8-bit weights.
-    `mixed`: 16 bits for products marked `fine`, 8 for the others.
+    `mixed`: 15 bits for products marked `fine`, 8 for the others.
     """
     if mode == "mixed":
-        mode = "int16" if fine else "int8"
+        mode = "int8x2" if fine else "int8"
     if ISA.vnni or (mode == "int8" and bits == 4 and ISA.name == "avx2"):
         return mode
     return "int16"
@@ -127,13 +131,13 @@ class Activations:
     """Where quantised activations of up to `max_rows` (a multiple of 16) × `cols` lie."""
 
     cols: int
-    values: np.ndarray  # uint8[max_rows / 16, groups, 16, 64 or 128]: signed terms, bfloat16 or float32
+    values: np.ndarray  # uint8[max_rows / 16, groups, 16, x_bytes]: signed terms, bfloat16 or float32
     scales: np.ndarray  # float32[max_rows / 16, groups, 2, 16]: scales, then scale × Σ of the integers
 
     @staticmethod
-    def empty(max_rows: int, cols: int, mode: str = "int8") -> Activations:
+    def empty(max_rows: int, cols: int, mode: str) -> Activations:
         """Zeroed buffers."""
-        blocks, groups, size = -(-max_rows // 16), cols // GROUP, 2 * X_BYTES if mode == "fp32" else X_BYTES
+        blocks, groups, size = -(-max_rows // 16), cols // GROUP, x_bytes(mode)
         values = aligned_zeros(blocks * 16 * groups * size).reshape(blocks, groups, 16, size)
         values[:] = 0
         scales = aligned_zeros(blocks * groups * SCALES_BYTES).view(np.float32).reshape(blocks, groups, 2, 16)

@@ -17,7 +17,7 @@ def common_kernels(mode: str, size: int = 2, form: str = "in_place") -> list[Ker
         if mode == "bf16":
             products.append(matmul_amx.KERNELS[bits, False])
             if bits == 8:
-                products.append(matmul.kernel_for(bits, False, "int12"))  # the head
+                products.append(matmul.kernel_for(bits, False, "int8x2"))  # the head
         elif mode == "fp32":
             products.append(matmul_f32.KERNELS[bits, False])
         else:

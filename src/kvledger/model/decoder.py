@@ -27,7 +27,7 @@ from kvledger.spec.kv import KVLayout, KVStorage, LatentKV
 
 HEAD_ROWS = 64  # rows of logits computed at once
 # The head sees one row per sequence, prompts or not: few rows are read faster as integers, and more exactly.
-HEAD_MODES = {"bf16": "int12"}
+HEAD_MODES = {"bf16": "int8x2"}
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Builder:
             np.zeros((HEAD_ROWS, -(-d.vocab // 16) * 16), np.float32),
         )
         matrix = w.matrix("output.weight") if w.has("output.weight") else embedding
-        ops.linear(head_x, matrix, logits, norm=w.vector("output_norm.weight"), eps=d.eps)
+        ops.linear(head_x, matrix, logits, norm=w.vector("output_norm.weight"), eps=d.eps, fine=True)
         if d.logit_cap:
             ops.add(ew.soft_cap(logits, d.logit_cap))
         scratch = max(w.scratch, att.scratch_bytes(d.head_dim, d.value_dim, 4 if self.is_wide else 2)) + 4096
@@ -155,7 +155,7 @@ class _Builder:
             )
         else:
             self._plain_attention(shape, p, angles, scale)
-        self._add_back(self.mixed, f"{p}attn_output", f"{p}post_attention_norm.weight", fine=True)
+        self._add_back(self.mixed, f"{p}attn_output", f"{p}post_attention_norm.weight")
 
     def _shape(self, layer: int, kind: str, *, is_residual: bool = False) -> AttentionShape:
         d, (index, slot) = self.d, self.places[layer, is_residual]
@@ -195,14 +195,14 @@ class _Builder:
         self.ops.linear(self.x, matrix, self.gate_up, norm=norm, eps=d.eps)
         self._add_back(self.gate_up, f"{p}ffn_down", f"{p}post_ffw_norm.weight", activation=d.activation)
 
-    def _add_back(self, source: Array, name: str, norm: str, activation: str = "", *, fine: bool = False) -> None:
+    def _add_back(self, source: Array, name: str, norm: str, activation: str = "") -> None:
         """x += W · source, or its norm where the architecture has one there."""
         matrix = self.w.matrix(f"{name}.weight")
         bias = self.w.vector(f"{name}.bias") if self.w.has(f"{name}.bias") else None
         if not self.d.post_norms:
-            self.ops.linear(source, matrix, self.x, activation=activation, bias=bias, add=True, fine=fine)
+            self.ops.linear(source, matrix, self.x, activation=activation, bias=bias, add=True)
             return
-        self.ops.linear(source, matrix, self.y, activation=activation, bias=bias, fine=fine)
+        self.ops.linear(source, matrix, self.y, activation=activation, bias=bias)
         self.ops.add(ew.add_norm(self.y, self.w.vector(norm), self.x, self.d.eps))
 
 

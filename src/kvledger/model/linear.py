@@ -74,7 +74,7 @@ class Ops:
         weights.exact = mode == "fp32"
         self.ops: list[list[int]] = []
         self.keep: list[object] = []
-        self._activations: dict[tuple[int, bool], pk.Activations] = {}
+        self._activations: dict[tuple[int, int], pk.Activations] = {}
         self._zeros: dict[int, Array] = {}
 
     def add(self, *ops: list[int]) -> None:
@@ -93,8 +93,8 @@ class Ops:
         return "fp32" if matrix.bits >= 16 else pk.integer_mode(self.mode, matrix.bits, fine=fine)
 
     def activations(self, width: int, mode: str) -> pk.Activations:
-        """The buffer for activations of this width: one for all ops, since they run one after the other."""
-        key = (width, mode == "fp32")
+        """The buffer for activations of this size: one for all ops, since they run one after the other."""
+        key = (width, pk.x_bytes(mode))
         if key not in self._activations:
             self._activations[key] = pk.Activations.empty(MAX_ROWS, width, mode)
             self.keep.append(self._activations[key])
