@@ -14,6 +14,7 @@ from kvledger.kernels import attention as att
 from kvledger.kernels import attention_loops as loops
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import isa, kv_int4, kv_pages, kv_write
+from kvledger.kernels import latent as mla
 from kvledger.kernels import matmul as mm
 from kvledger.kernels import matmul_amx as amx
 from kvledger.kernels import matmul_f32 as f32
@@ -21,10 +22,13 @@ from kvledger.kernels import packed as pk
 from kvledger.kernels import reference as ref
 from kvledger.kernels.jit import Kernel
 from kvledger.kernels.team import Team, empty_program
-from kvledger.spec.kv import FullKV, KVStorage
+from kvledger.spec.kv import FullKV, KVStorage, LatentKV
 
 RNG = np.random.default_rng(7)
 INTEGER = ["int8", "int8x2"] if isa.ISA.vnni else ["int8", "int16"]
+SPREAD = ("int8", "fp8_e4m3")  # kept transformed
+NOPE, EPS = 16, 1e-5  # of latent attention: channels of a query that are not read as they are; and the latent's norm
+LATENT_NORM = (1 + 0.3 * RNG.standard_normal(512)).astype(np.float32)
 LOW_BITS = {**pk.TERM_BITS, "int16": pk.TERM_BITS["int8x2"]}
 MODES = [*INTEGER, "fp32", *(["bf16"] if isa.ISA.amx else [])]
 
@@ -176,12 +180,12 @@ def test_embedding_is_exact(team, bits, wide):
 
 
 def attend(team, qkv, shape, starts, angles, pool, num_blocks, tables, split=False):
-    """Write keys and values of `qkv` [rows, heads + 2 KV heads, dim] and attend. `starts`: (first row, position)."""
+    """Write keys and values of `qkv` (of a latent: `parts_of`) and attend. `starts`: (first row, position)."""
     rows, max_rows = len(qkv), 64
     q_type = np.float32 if kv_pages.query_size(shape.size) == 4 else np.uint16
     q = np.zeros((shape.kv_heads * max_rows * shape.ratio + 16, shape.padded_dim), q_type)
-    out = np.zeros((rows, shape.heads, shape.dim), np.float32)
-    source = np.ascontiguousarray(qkv, np.float32)
+    out = np.zeros((rows, shape.heads, shape.value_dim), np.float32)
+    source = [np.ascontiguousarray(x, np.float32) for x in (parts_of(qkv, shape) if shape.latent else [qkv])]
     first = [a for a, _ in starts] + [rows]
     segments = np.array([(a, first[i + 1] - a, p, 0) for i, (a, p) in enumerate(starts)], np.int64)
     segment_of = np.repeat(np.arange(len(starts), dtype=np.int32), segments[:, 1])
@@ -197,10 +201,14 @@ def attend(team, qkv, shape, starts, angles, pool, num_blocks, tables, split=Fal
             else:
                 units.append((i, row, count, 0, -(-(p + (row + count - 1) // shape.ratio + 1) // loops.SPAN), -1))
     newest = {} if shape.newest is None else {"NEWEST": np.roll(tables, tables.shape[1] // 2, axis=1)}
-    held = np.zeros(max(1, partials) * shape.kv_heads * loops.SPLIT_ROWS * (shape.dim + 16), np.float32)
+    held = np.zeros(max(1, partials) * shape.kv_heads * loops.SPLIT_ROWS * (shape.value_dim + 16), np.float32)
     units, merges = np.array(units, np.int64), np.array(merges, np.int64).reshape(-1, att.MERGE_WORDS)
     ops = [
-        kv_write.rope_write(shape.newest or shape, source.ctypes.data, q, angles, shape.dim**-0.5, max_rows),
+        mla.latent_write(shape, *source, q, angles, shape.dim**-0.5, LATENT_NORM[: shape.latent], EPS)
+        if shape.latent
+        else kv_write.rope_write(
+            shape.newest or shape, *(x.ctypes.data for x in source), q, angles, shape.dim**-0.5, max_rows
+        ),
         *([kv_int4.seal(shape)] if shape.newest else []),
         *att.attention(shape, q, out.ctypes.data, max_rows),
     ]
@@ -222,10 +230,19 @@ def cut_rows(tokens, position, shape, most):
         at += count
 
 
-def setting(heads=6, kv_heads=2, dim=64, block=16, tokens=300, window=0, cap=0.0, kind="bf16"):
-    page, plain = (FullKV(kv_heads, dim, dim).tile_bytes(block, KVStorage.of(name)) for name in (kind, "bf16"))
+def parts_of(rows, shape):
+    """Of rows of latent attention: latent and rope key; queries; queries in the latent's space."""
+    queries = shape.heads * (NOPE + shape.dim - shape.latent)
+    return np.split(rows, [shape.dim, shape.dim + queries], axis=1)
+
+
+def setting(heads=6, kv_heads=2, dim=64, block=16, tokens=300, window=0, cap=0.0, kind="bf16", latent=0):
+    """`latent`: leading channels of `dim` that are the values, too."""
+    kv_heads, turning = (1, dim - latent) if latent else (kv_heads, dim)
+    spec = LatentKV(latent, dim - latent) if latent else FullKV(kv_heads, dim, dim)
+    page, plain = (spec.tile_bytes(block, KVStorage.of(name)) for name in (kind, "bf16"))
     num_blocks = (4 if kind == "int4" else 2) * -(-tokens // block) + 1
-    shape = kv_pages.AttentionShape(heads, kv_heads, dim, block, page, 0, 0, window, cap, kind)
+    shape = kv_pages.AttentionShape(heads, kv_heads, dim, block, page, 0, 0, window, cap, kind, latent)
     if kind == "int4":  # the newest tokens are a second group's; blocks hold either's page
         newest = replace(shape, kind="bf16", page_bytes=plain, group=1)
         shape = replace(shape, newest=newest, residual=128, block_bytes=plain)
@@ -235,23 +252,48 @@ def setting(heads=6, kv_heads=2, dim=64, block=16, tokens=300, window=0, cap=0.0
     order = RNG.permutation(num_blocks).astype(np.int32)
     half = num_blocks // 2
     tables = np.stack([order[:half], order[half : 2 * half]])
-    turn = np.arange(tokens)[:, None] * 0.3 ** np.arange(dim // 2)
+    turn = np.arange(tokens)[:, None] * 0.3 ** np.arange(turning // 2)
     angles = np.concatenate([np.cos(turn), np.sin(turn)], axis=1).astype(np.float32)
-    qkv = RNG.standard_normal((tokens, heads + 2 * kv_heads, dim)).astype(np.float32)
+    width = (dim + heads * (NOPE + dim),) if latent else (heads + 2 * kv_heads, dim)
+    qkv = RNG.standard_normal((tokens, *width)).astype(np.float32)
     return shape, pool, num_blocks, tables, angles, qkv
 
 
 def expected_attention(qkv, shape, angles):
-    q, k, v = np.split(qkv, [shape.heads, shape.heads + shape.kv_heads], axis=1)
-    q, k = ref.rope(q, angles) * np.float32(shape.dim**-0.5), ref.rope(k, angles)
+    q, k, v = read_apart(qkv, shape, angles)
     if shape.kind == "int4":
         return ref.attention_int4(ref.to_bf16(q), k, v, shape.residual, shape.window, shape.cap)
-    if shape.kind in ("int8", "fp8_e4m3"):
-        q, k, v = (ref.hadamard(x) for x in (q, k, v))
+    if shape.kind in SPREAD:
+        q, k, v = (spread(x, shape) for x in (q, k, v))
     stored = ref.STORED[shape.kind]
     q = q if shape.kind == "fp32" else ref.to_bf16(q)
-    mixed = ref.attention(q, stored(k), stored(v), 0, shape.window, shape.cap)
-    return ref.hadamard(mixed) if shape.kind in ("int8", "fp8_e4m3") else mixed
+    if shape.latent:
+        k = ref.through_latent_int8(k, shape.latent) if shape.kind == "int8" else stored(k)
+        v = k[..., : shape.latent]
+    else:
+        k, v = stored(k), stored(v)
+    mixed = ref.attention(q, k, v, 0, shape.window, shape.cap)
+    return ref.hadamard(mixed) if shape.kind in SPREAD else mixed
+
+
+def read_apart(qkv, shape, angles):
+    """Queries (scaled), keys and values as attention takes them."""
+    scale = np.float32(shape.dim**-0.5)
+    if not shape.latent:
+        q, k, v = np.split(qkv, [shape.heads, shape.heads + shape.kv_heads], axis=1)
+        return ref.rope(q, angles) * scale, ref.rope(k, angles), v
+    kv, queries, absorbed = parts_of(qkv, shape)
+    latent = ref.rms_norm(kv[:, : shape.latent], LATENT_NORM[: shape.latent], EPS)[:, None]
+    key = np.concatenate([latent, ref.rope(kv[:, None, shape.latent :], angles)], axis=-1)
+    turned = ref.rope(queries.reshape(len(qkv), shape.heads, -1)[..., NOPE:], angles)
+    q = np.concatenate([absorbed.reshape(len(qkv), shape.heads, -1), turned], axis=-1)
+    return q * scale, key, latent
+
+
+def spread(x, shape):
+    """Transformed; of a latent's keys and queries each part for itself."""
+    parts = np.split(x, [shape.latent], axis=-1) if 0 < shape.latent < x.shape[-1] else [x]
+    return np.concatenate([ref.hadamard(part) for part in parts], axis=-1)
 
 
 def in_chunks(team, sizes, shape, pool, num_blocks, tables, angles, qkv, **how):
@@ -272,6 +314,10 @@ def in_chunks(team, sizes, shape, pool, num_blocks, tables, angles, qkv, **how):
         {"kind": "int4", "block": 32}, {"kind": "int4", "block": 64, "dim": 96, "kv_heads": 3},
         {"kind": "int4", "block": 32, "window": 40, "cap": 5.0}, {"kind": "int4", "block": 256, "window": 200},
         {"kind": "fp8_e4m3", "block": 32}, {"kind": "fp32"}, {"kind": "fp32", "block": 8, "window": 40},
+        {"latent": 64, "dim": 96}, {"latent": 64, "dim": 96, "kind": "fp32", "block": 8},
+        {"latent": 64, "dim": 96, "kind": "int8"}, {"latent": 48, "dim": 64, "kind": "int8", "block": 8},
+        {"latent": 512, "dim": 576, "kind": "int8", "block": 64, "tokens": 70, "heads": 2},
+        {"latent": 64, "dim": 96, "kind": "fp8_e4m3"}, {"latent": 128, "dim": 160, "kind": "fp8_e4m3", "block": 8},
     ],
     ids=str,
 )  # fmt: skip
@@ -294,11 +340,29 @@ def test_a_channel_that_stands_out_does_not_coarsen_int8_keys(team):
     shape, angles, qkv = setup[0], setup[4], setup[5]
     qkv[:, shape.heads : shape.heads + shape.kv_heads, 5] *= 30
     got = in_chunks(team, [64], *setup)
-    q, k, v = np.split(qkv, [shape.heads, shape.heads + shape.kv_heads], axis=1)
-    q, k = ref.rope(q, angles) * np.float32(shape.dim**-0.5), ref.rope(k, angles)
+    q, k, v = read_apart(qkv, shape, angles)
     exact = ref.attention(q, k, v, 0)
     plain = ref.attention(ref.to_bf16(q), ref.through_int8(k), ref.through_int8(v), 0)
     error, without = (np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (got, plain))
+    assert error < 0.5 * without, (error, without)
+
+
+@pytest.mark.parametrize("far", [0.01, 100])
+def test_a_rope_key_of_another_size_does_not_coarsen_an_int8_latent(team, far):
+    """Nor the other way round: against one range for both."""
+    setup = setting(kind="int8", latent=64, dim=96, tokens=100)
+    shape, angles, qkv = setup[0], setup[4], setup[5]
+    qkv[:, shape.latent : shape.dim] *= far
+    queries = parts_of(qkv, shape)[1]
+    queries /= far  # scores stay what they are
+    got = in_chunks(team, [64], *setup)
+    q, k, v = read_apart(qkv, shape, angles)
+    exact = ref.attention(q, k, v, 0)
+    q, k = (spread(x, shape) for x in (q, k))
+    kept = ref.through_int8(k)
+    shared = ref.hadamard(ref.attention(ref.to_bf16(q), kept, kept[..., : shape.latent], 0))
+    error, without = (np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (got, shared))
+    assert error < 0.02
     assert error < 0.5 * without, (error, without)
 
 
@@ -311,8 +375,9 @@ def test_attention_beside_another_sequence(team):
     assert np.array_equal(both[20:], alone)
 
 
-def test_a_poisoned_block_does_not_poison_the_next_owner(team):
-    shape, pool, num_blocks, tables, angles, qkv = setting(tokens=20)
+@pytest.mark.parametrize("case", [{}, *({"kind": kind, "latent": 32} for kind in kv_pages.LATENT_KINDS)], ids=str)
+def test_a_poisoned_block_does_not_poison_the_next_owner(team, case):
+    shape, pool, num_blocks, tables, angles, qkv = setting(tokens=20, **case)
     clean = attend(team, qkv[:17], shape, [(0, 0)], angles, pool, num_blocks, tables)
     attend(team, np.full_like(qkv, np.nan), shape, [(0, 0)], angles, pool, num_blocks, tables)
     again = attend(team, qkv[:17], shape, [(0, 0)], angles, pool, num_blocks, tables)

@@ -34,8 +34,8 @@ from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel, inline
 from kvledger.kernels.kv_int4 import copy_seen_values, stage_sealed_keys, stage_sealed_values
 from kvledger.kernels.kv_pages import (
+    INT8,
     KINDS,
-    LATENT,
     SEALED_TOKENS,
     AttentionShape,
     query_size,
@@ -169,9 +169,10 @@ def tiles_in_place(kind, size, place, first, tiles, start, newest, block, dim, v
 
 @inline
 def tiles_staged(kind, size, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged):  # type: ignore[no-untyped-def]
-    """As `tiles_in_place`, every tile brought into form at `staged`."""
+    """As `tiles_in_place`, every tile brought into form at `staged`. Values that are part of a key come of it."""
     blocks, pool, block_bytes, offset, _, _, _ = place
     scales = staged + SPAN * (dim + vdim) * size
+    latent = vdim if vdim < dim else 0
     for t in range(first, tiles):
         at = start + t * 16
         to_k, to_v = staged + t * 16 * dim * size, staged + (SPAN * dim + t * 16 * vdim) * size
@@ -181,11 +182,13 @@ def tiles_staged(kind, size, place, first, tiles, start, newest, block, dim, vdi
             key = at + 8 * half if at + 8 * half < newest else at  # past the end: anything finite, it has no weight
             base = pool + block_at(blocks, key // block) * block_bytes + offset
             to_scales = scales + (t * 16 + half * 8) * 4
-            stage_keys(kind, base, key % block, block, dim, half, to_k, to_scales)
-            if kind < LATENT:
+            stage_keys(kind, base, key % block, block, dim, latent, half, to_k, to_scales)
+            if latent == 0:
                 stage_values(kind, base, key % block, block, dim, half, to_v, to_scales + SPAN * 4)
-        if kind >= LATENT:
+        if latent > 0:
             stage_latent(kind, to_k, vdim, to_v)
+            if kind == INT8:
+                simd.store_f32(scales + (SPAN + t * 16) * 4, simd.load_f32(scales + t * 64))
 
 
 @inline
@@ -245,7 +248,7 @@ def _attention(op: int, ctx: int, thread: int) -> None:
     total = state + MAX_ROWS * 8
     part = total + MAX_ROWS * vdim * 4
     staged = part + MAX_ROWS * vdim * 4
-    scales = staged + SPAN * (dim + vdim) * SIZE if kind == 1 else 0
+    scales = staged + SPAN * (dim + vdim) * SIZE if kind == INT8 else 0
     num_items = simd.get_i64(ctx + 8 * NUM_UNITS) * heads
     if HAS_AMX:
         simd.tile_config(simd.get_i64(op + 112))
@@ -366,4 +369,5 @@ def _form(shape: AttentionShape) -> str:
     """How tiles of 16 keys come to be."""
     if shape.newest is not None:
         return "sealed"
-    return "in_place" if shape.kind in ("bf16", "fp32") and shape.block_size >= 16 else "staged"
+    as_stored = shape.kind in ("bf16", "fp32") and shape.block_size >= 16 and not shape.latent
+    return "in_place" if as_stored else "staged"

@@ -5,13 +5,16 @@ scales (int8), its values, the values' scales:
 
     bf16, int8, fp8   keys   [tiles of 16 tokens][D/2][16][2]      values [block/2][D][2]
     fp32              keys   [tiles of 16 tokens][D][16]           values [block][D]
-    latent            as keys alone; the values are the first channels of the keys
+    a latent          as keys alone, of any type but int4; the values are the first channels of the keys
     int4              groups of 32 tokens, see `kv_int4`
 
 (blocks of 8 tokens have tiles of 8). The bytes are exactly `KVLayout`'s: nothing is padded. fp8: e4m3 without a scale.
 int8: per token and head a word of a float32 scale whose last byte is the zero, x = scale · (level − zero), level and
 zero 0 … 255: their difference is exact in bfloat16. What has few levels is kept transformed (`hadamard`): queries
 and keys alike, which leaves scores as they are, and values, whose mix is transformed back.
+
+A latent's row has one word for the latent and for its rope key, whose ranges may be far apart. So the word names a
+power of two as well, in four bits beside the zero: the rope key is kept in steps that many times the latent's.
 """
 
 from __future__ import annotations
@@ -25,13 +28,17 @@ from kvledger.kernels.hadamard import transform_width
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import inline
 
-KINDS = {"bf16": 0, "int8": 1, "fp8_e4m3": 2, "fp32": 3, "int4": 4, "latent_bf16": 5, "latent_fp32": 6}
-BF16, INT8, FP8, FP32, INT4, LATENT, LATENT_FP32 = range(7)
+KINDS = {"bf16": 0, "int8": 1, "fp8_e4m3": 2, "fp32": 3, "int4": 4}
+BF16, INT8, FP8, FP32, INT4 = range(5)
+LATENT_KINDS = tuple(kind for kind in KINDS if kind != "int4")
 SEALED_TOKENS = 32  # tokens that int4 quantises together
-_ELEMENT_BYTES = {"bf16": 2, "int8": 1, "fp8_e4m3": 1, "fp32": 4, "latent_bf16": 2, "latent_fp32": 4}
+_ELEMENT_BYTES = {"bf16": 2, "int8": 1, "fp8_e4m3": 1, "fp32": 4}
 SPREAD = ("int8", "fp8_e4m3")  # types so coarse that channels that stand out are spread over the others
 BF16_MAX = 3.3895314e38
 INT8_MAX = 1e38  # the range of a head must be finite
+ZERO_BITS = 8  # of a word of int8's
+STEP_BITS = 4  # of a latent's word, above the zero: how many powers of two the rope key's step is from the latent's,
+LEAST_STEP, MOST_STEP = -4, 11  # from a sixteenth to 2,048 times
 FP8_MAX = 448.0
 
 
@@ -85,12 +92,17 @@ class AttentionShape:
     @property
     def size(self) -> int:
         """Bytes of a number in the form that is computed with."""
-        return 4 if self.kind.endswith("fp32") else 2
+        return 4 if self.kind == "fp32" else 2
 
     @property
     def spread(self) -> int:
-        """Channels of a head that are transformed together; 0: none."""
-        return transform_width(self.dim) if self.kind in SPREAD else 0
+        """Channels of a value, and of a key so far as it is one, that are transformed together; 0: none."""
+        return transform_width(self.value_dim) if self.kind in SPREAD else 0
+
+    @property
+    def rope_spread(self) -> int:
+        """Channels of a latent's rope key that are transformed together; 0: none."""
+        return transform_width(self.dim - self.latent) if self.kind in SPREAD and self.latent else 0
 
     @property
     def padded_dim(self) -> int:
@@ -116,14 +128,14 @@ def clamped(address, top):  # type: ignore[no-untyped-def]
 
 
 @inline
-def to_int8(source, target, dim):  # type: ignore[no-untyped-def]
-    """dim float32 → levels at `target`. Returns the word of scale and zero, as float32."""
+def to_int8(source, target, dim, spare):  # type: ignore[no-untyped-def]
+    """dim float32 → levels at `target`. Returns the word of scale and zero; `spare` last bits are not the scale's."""
     low = high = simd.splat(np.float32(0))
     for d in range(0, dim, 16):
         x = clamped(source + 4 * d, INT8_MAX)
         low, high = simd.minimum(low, x), simd.maximum(high, x)
     least, top = simd.reduce_min(low), simd.reduce_max(high)
-    scale = as_scale(simd.f32_bits((top - least) / np.float32(255)))
+    scale = as_scale(simd.f32_bits((top - least) / np.float32(255)), spare)
     inverse = np.float32(1) / scale if scale > np.float32(1e-30) else np.float32(0)
     zero = min(np.int32(255), np.int32(np.float32(0.5) - least * inverse))
     wide, shift = simd.splat(inverse), simd.splat_i32(zero)
@@ -133,28 +145,64 @@ def to_int8(source, target, dim):  # type: ignore[no-untyped-def]
         level = simd.add_i32(simd.round_i32(simd.mul(clamped(source + 4 * d, INT8_MAX), wide)), shift)
         level = simd.round_i32(simd.minimum(simd.maximum(simd.to_f32(level), nothing), limit))
         simd.store_i8(target + d, level)
-    return simd.as_f32(np.int64(simd.f32_bits(scale) | zero))
+    return np.int64(simd.f32_bits(scale) | zero)
 
 
 @inline
-def as_scale(word):  # type: ignore[no-untyped-def]
-    """The scale of a word of int8's: float32 but for the last byte."""
-    return simd.as_f32(np.int64(word & np.int32(-256)))
+def as_scale(word, spare):  # type: ignore[no-untyped-def]
+    """The scale of a word of int8's: float32 but for the `spare` last bits."""
+    return simd.as_f32(np.int64(word) >> spare << spare)
+
+
+@inline
+def spare_bits(latent):  # type: ignore[no-untyped-def]
+    """Bits of a word of int8's that are not the scale's."""
+    return ZERO_BITS + STEP_BITS if latent > 0 else ZERO_BITS
+
+
+@inline
+def largest(source, first, last):  # type: ignore[no-untyped-def]
+    """The largest magnitude of channels [first, last)."""
+    top = simd.splat(np.float32(0))
+    for d in range(first, last, 16):
+        top = simd.maximum(top, simd.absolute(clamped(source + 4 * d, INT8_MAX)))
+    return simd.reduce_max(top)
+
+
+@inline
+def even_out(row, latent, dim):  # type: ignore[no-untyped-def]
+    """Divide a row's rope key by the least power of two that brings it into the latent's range. Returns its log."""
+    ratio = largest(row, latent, dim) / max(largest(row, 0, latent), np.float32(1e-30))
+    exponent = ((np.int64(simd.f32_bits(ratio)) + 0x7FFFFF) >> 23) - 127  # rounded up
+    step = min(max(exponent, np.int64(LEAST_STEP)), np.int64(MOST_STEP))
+    factor = simd.splat(simd.as_f32((127 - step) << 23))
+    for d in range(latent, dim, 16):
+        simd.store_f32(row + 4 * d, simd.mul(clamped(row + 4 * d, INT8_MAX), factor))
+    return step
 
 
 @inline
 def to_elements(kind, source, target, dim):  # type: ignore[no-untyped-def]
-    """dim float32 → the type's elements at `target`. Returns their scale."""
+    """dim float32 → the type's elements at `target`. Returns their scale, int8's word as float32."""
     if kind == INT8:
-        return to_int8(source, target, dim)
+        return simd.as_f32(to_int8(source, target, dim, ZERO_BITS))
     for d in range(0, dim, 16):
         if kind == FP8:
             simd.store_i8(target + d, simd.f32_to_e4m3(clamped(source + 4 * d, FP8_MAX)))
-        elif kind in (FP32, LATENT_FP32):
+        elif kind == FP32:
             simd.store_f32(target + 4 * d, clamped(source + 4 * d, BF16_MAX))
         else:
             simd.store_bf16(target + 2 * d, clamped(source + 4 * d, BF16_MAX))
     return np.float32(1)
+
+
+@inline
+def to_latent_elements(kind, row, target, latent, dim):  # type: ignore[no-untyped-def]
+    """As `to_elements`, of a latent and its rope key. The row itself is no longer what it was."""
+    if kind != INT8:
+        return to_elements(kind, row, target, dim)
+    step = even_out(row, latent, dim)
+    return simd.as_f32(to_int8(row, target, dim, spare_bits(latent)) | (step - LEAST_STEP) << ZERO_BITS)
 
 
 @inline
@@ -163,10 +211,10 @@ def write_key(kind, elements, scale, to, within, block, dim):  # type: ignore[no
     tile = min(block, 16)
     start, lane = within // tile * tile * dim, within % tile
     for d in range(0, dim, 2):
-        if kind in (FP32, LATENT_FP32):
+        if kind == FP32:
             simd.put_f32(to + (start + d * tile + lane) * 4, simd.get_f32(elements + 4 * d))
             simd.put_f32(to + (start + (d + 1) * tile + lane) * 4, simd.get_f32(elements + 4 * d + 4))
-        elif kind in (BF16, LATENT):
+        elif kind == BF16:
             simd.put_i32(to + (start + d * tile + lane * 2) * 2, simd.get_i32(elements + 2 * d))
         else:
             simd.put_u16(to + start + d * tile + lane * 2, simd.get_u16(elements + d))
@@ -203,17 +251,26 @@ def to_form(kind, source, index, target):  # type: ignore[no-untyped-def]
 
 
 @inline
-def copy_scales(words, count, to):  # type: ignore[no-untyped-def]
+def copy_scales(words, count, spare, to):  # type: ignore[no-untyped-def]
     """The scales of `count` words of int8's."""
     for key in range(count):
-        simd.put_f32(to + key * 4, as_scale(simd.get_i32(words + key * 4)))
+        simd.put_f32(to + key * 4, as_scale(simd.get_i32(words + key * 4), spare))
 
 
 @inline
-def zero_of(words):  # type: ignore[no-untyped-def]
-    """The last byte of each word."""
-    eight = simd.splat_i32(np.int32(8))
-    return simd.sub_i32(words, simd.shl_i32(simd.sra_i32(words, eight), eight))
+def field_of(words, first, count):  # type: ignore[no-untyped-def]
+    """`count` bits of each word, from bit `first` on."""
+    above = simd.sra_i32(words, simd.splat_i32(np.int32(first + count)))
+    return simd.sub_i32(
+        simd.sra_i32(words, simd.splat_i32(np.int32(first))), simd.shl_i32(above, simd.splat_i32(np.int32(count)))
+    )
+
+
+@inline
+def step_of(words):  # type: ignore[no-untyped-def]
+    """The power of two of each word by which a rope key's levels count."""
+    exponent = simd.add_i32(field_of(words, ZERO_BITS, STEP_BITS), simd.splat_i32(np.int32(LEAST_STEP)))
+    return simd.power_of_two(exponent)
 
 
 @inline
@@ -223,11 +280,24 @@ def without_zero(at, zeros):  # type: ignore[no-untyped-def]
 
 
 @inline
-def stage_keys(kind, base, within, block, dim, half, out, scales):  # type: ignore[no-untyped-def]
-    """A tile of keys (`half` 1: the second eight tokens of one) from a head's page → [D/2][16][2] bf16 or [D][16]."""
+def stage_levels(source, pairs, stride, words, is_rope, to):  # type: ignore[no-untyped-def]
+    """Levels of eight keys, each of whose words stands in two lanes: pairs of channels `stride` bytes apart."""
+    zeros = field_of(words, 0, ZERO_BITS)
+    step = step_of(words)
+    for d in range(pairs):
+        level = without_zero(source + d * stride, zeros)
+        simd.store_bf16(to + d * 64, simd.mul(level, step) if is_rope else level)
+
+
+@inline
+def stage_keys(kind, base, within, block, dim, latent, half, out, scales):  # type: ignore[no-untyped-def]
+    """A tile of keys (`half` 1: the second eight tokens of one) from a head's page → [D/2][16][2] bf16 or [D][16].
+
+    `latent`: channels before the rope key; 0: keys are a head's.
+    """
     tile = min(block, 16)
     start = within // tile * tile * dim
-    if kind in (FP32, LATENT_FP32):
+    if kind == FP32:
         for d in range(dim):
             for key in range(tile):
                 value = simd.get_f32(base + (start + d * tile + key) * 4)
@@ -235,13 +305,14 @@ def stage_keys(kind, base, within, block, dim, half, out, scales):  # type: igno
         return
     if kind == INT8:
         words = base + block * dim + within // tile * tile * 4
-        copy_scales(words, tile, scales)
-        zeros = zero_of(simd.load_i32(words))
-        for d in range(dim // 2):
-            at, to = base + start + d * tile * 2, out + (d * 32 + half * 16) * 2
-            simd.store_bf16(to, without_zero(at, simd.low_lanes_twice(zeros)))
-            if tile == 16:
-                simd.store_bf16(to + 32, without_zero(at + 16, simd.high_lanes_twice(zeros)))
+        copy_scales(words, tile, spare_bits(latent), scales)
+        plain = (latent if latent > 0 else dim) // 2
+        for part in range(tile // 8):
+            both = simd.load_i32(words)
+            eight = simd.low_lanes_twice(both) if part == 0 else simd.high_lanes_twice(both)
+            at, to = base + start + part * 16, out + (half + part) * 32
+            stage_levels(at, plain, tile * 2, eight, False, to)
+            stage_levels(at + plain * tile * 2, dim // 2 - plain, tile * 2, eight, True, to + plain * 64)
         return
     for d in range(dim // 2):
         for part in range(tile // 8):
@@ -262,7 +333,7 @@ def stage_values(kind, base, within, block, dim, half, out, scales):  # type: ig
     source = base + block * dim * (2 if kind == BF16 else 1) + (block * 4 if kind == INT8 else 0)
     if kind == INT8:
         words = source + block * dim + within // tile * tile * 4
-        copy_scales(words, tile, scales)
+        copy_scales(words, tile, ZERO_BITS, scales)
         for pair in range(tile // 2):
             even, odd = simd.get_i32(words + 8 * pair), simd.get_i32(words + 8 * pair + 4)
             zeros = simd.in_turn(even & np.int32(255), odd & np.int32(255))
@@ -278,7 +349,7 @@ def stage_latent(kind, keys, dim, out):  # type: ignore[no-untyped-def]
     """Values of a tile from its keys in form: the first `dim` channels, keys and channels changing places."""
     for d in range(dim):
         for key in range(16):
-            if kind == LATENT_FP32:
+            if kind == FP32:
                 simd.put_f32(out + (key * dim + d) * 4, simd.get_f32(keys + (d * 16 + key) * 4))
             else:
                 value = simd.get_u16(keys + (d // 2 * 32 + key * 2 + d % 2) * 2)

@@ -16,17 +16,27 @@ from kvledger.kernels.elementwise import (
     inverse_rms,
     rows_chunk,
 )  # fmt: skip
-from kvledger.kernels.jit import Kernel
-from kvledger.kernels.kv_pages import BF16, FP32, KINDS, LATENT_FP32, AttentionShape, to_elements, write_key
+from kvledger.kernels.hadamard import transform
+from kvledger.kernels.jit import Kernel, inline
+from kvledger.kernels.kv_pages import BF16, FP32, KINDS, AttentionShape, to_elements, to_latent_elements, write_key
 from kvledger.kernels.kv_write import Q_SIZE, rotate
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES, num_rows
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
 
 
+@inline
+def spread_row(row, latent, rope, spread, rope_spread):  # type: ignore[no-untyped-def]
+    """Transform both parts of a row, each for itself: values are the latent alone."""
+    if spread > 0:
+        transform(row, latent, spread)
+        transform(row + latent * 4, rope, rope_spread)
+
+
 def _latent_write(op: int, ctx: int, thread: int) -> None:
     """Arguments: kv, bytes between its rows, queries, bytes between their rows, queries in latent space, q, offset,
-    bytes of a block, group, heads, latent, rope, nope, padded dim, block size, angles, scale, norm, eps, kind.
+    bytes of a block, group, heads, latent, rope, nope, padded dim, block size, angles, scale, norm, eps, kind,
+    transform widths of the latent (0: none) and of the rope key.
     """
     kv, ldkv, queries, ldq = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
     absorbed, q = simd.get_i64(op + 40), simd.get_i64(op + 48)
@@ -36,6 +46,7 @@ def _latent_write(op: int, ctx: int, thread: int) -> None:
         simd.get_i64(op + 96), simd.get_i64(op + 104), simd.get_i64(op + 112), simd.get_i64(op + 120))  # fmt: skip
     angles, scale, norm = simd.get_i64(op + 128), simd.as_f32(simd.get_i64(op + 136)), simd.get_i64(op + 144)
     eps, kind = simd.as_f32(simd.get_i64(op + 152)), simd.get_i64(op + 160)
+    spread, rope_spread = simd.get_i64(op + 168), simd.get_i64(op + 176)
     positions, segment_of = simd.get_i64(ctx + 8 * POSITIONS), simd.get_i64(ctx + 8 * SEGMENT_OF)
     tables = simd.get_i64(ctx + 8 * (TABLES + table))
     stride = simd.get_i64(ctx + 8 * TABLE_STRIDE) * 4
@@ -43,7 +54,7 @@ def _latent_write(op: int, ctx: int, thread: int) -> None:
     work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     dim = latent + rope
     elements = work + dim * 4
-    q_size = 4 if kind == LATENT_FP32 else Q_SIZE
+    q_size = 4 if kind == FP32 else Q_SIZE
     q_kind = FP32 if q_size == 4 else BF16
     rows, chunk = num_rows(op, ctx), rows_chunk(op, ctx)
     while True:
@@ -61,8 +72,9 @@ def _latent_write(op: int, ctx: int, thread: int) -> None:
                 normed = simd.mul(simd.mul(simd.load_f32(source + 4 * d), factor), simd.load_f32(norm + 4 * d))
                 simd.store_f32(work + 4 * d, normed)
             rotate(source + latent * 4, work + latent * 4, rope, rope, at, 0, eps, np.float32(1))
-            to_elements(kind, work, elements, dim)
-            write_key(kind, elements, np.float32(1), pool + number * block_bytes, position % block, block, dim)
+            spread_row(work, latent, rope, spread, rope_spread)
+            word = to_latent_elements(kind, work, elements, latent, dim)
+            write_key(kind, elements, word, pool + number * block_bytes, position % block, block, dim)
             wide = simd.splat(scale)
             for h in range(heads):
                 seen = absorbed + (row * heads + h) * latent * 4
@@ -70,6 +82,7 @@ def _latent_write(op: int, ctx: int, thread: int) -> None:
                     simd.store_f32(work + 4 * d, simd.mul(simd.load_f32(seen + 4 * d), wide))
                 turned = queries + row * ldq + (h * (nope + rope) + nope) * 4
                 rotate(turned, work + latent * 4, rope, rope, at, 0, eps, scale)
+                spread_row(work, latent, rope, spread, rope_spread)
                 to_elements(q_kind, work, q + (row * heads + h) * padded * q_size, dim)
 
 
@@ -80,6 +93,8 @@ def latent_write(shape: AttentionShape, kv: np.ndarray, queries: np.ndarray, abs
                  angles: np.ndarray, scale: float, norm: np.ndarray, eps: float) -> list[int]:  # fmt: skip
     """The op that norms and writes the latent and the rope key, and makes `q` of both parts of the queries (× scale).
 
+    Types with `shape.spread` have the channels of all transformed.
+
     kv: float32[rows, ≥ latent + rope]; queries: float32[rows, heads · (nope + rope)]; absorbed: float32[rows, heads ·
     latent], the first part of the queries in the latent's space.
     """
@@ -89,5 +104,5 @@ def latent_write(shape: AttentionShape, kv: np.ndarray, queries: np.ndarray, abs
         LATENT_WRITE.address, kv.ctypes.data, kv.strides[0], queries.ctypes.data, queries.strides[0],
         absorbed.ctypes.data, q.ctypes.data, shape.offset, shape.stride, shape.group, shape.heads, shape.latent, rope,
         nope, shape.padded_dim, shape.block_size, angles.ctypes.data, float_bits(scale), norm.ctypes.data,
-        float_bits(eps), KINDS[shape.kind],
+        float_bits(eps), KINDS[shape.kind], shape.spread, shape.rope_spread,
     ]  # fmt: skip

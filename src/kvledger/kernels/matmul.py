@@ -32,7 +32,7 @@ from kvledger.kernels.team import next_item
 ROWS, SCRATCH, SCRATCH_BYTES, NUM_THREADS = 0, 1, 2, 3
 
 
-ROWS_AT = 22 * 8  # byte offset in an op of the address of its number of rows; 0: the step's
+ROWS_AT = 23 * 8  # byte offset in an op of the address of its number of rows; 0: the step's
 
 
 @inline

@@ -83,14 +83,23 @@ def attention(q: Array, k: Array, v: Array, start: int, window: int = 0, cap: fl
     return np.asarray(np.einsum("hrk,khd->rhd", softmax(np.where(seen, score, -np.inf)), np.repeat(v, ratio, axis=1)))
 
 
-def through_int8(x: Array) -> Array:
-    """As the int8 cache keeps it: a scale (16 bits of mantissa) and a whole zero per token and head."""
+def through_int8(x: Array, spare: int = 8) -> Array:
+    """As the int8 cache keeps it, per token and head: a scale (float32 less its `spare` last bits) and a whole zero."""
     low, high = np.minimum(x.min(-1, keepdims=True), 0), np.maximum(x.max(-1, keepdims=True), 0)
     scale = ((high - low) / np.float32(255)).astype(np.float32)
-    scale = (scale.view(np.uint32) & np.uint32(0xFFFFFF00)).view(np.float32)
+    scale = (scale.view(np.uint32) >> spare << spare).view(np.float32)
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     zero = np.minimum(np.floor(np.float32(0.5) - low * inverse), 255)
     return np.asarray(((np.rint(x * inverse) + zero).clip(0, 255) - zero) * scale)
+
+
+def through_latent_int8(x: Array, latent: int) -> Array:
+    """As the int8 cache keeps a latent and its rope key: one head, but the rope key in steps 2^−4 to 2^11 as wide."""
+    top, rope_top = (np.abs(part).max(-1, keepdims=True) for part in (x[..., :latent], x[..., latent:]))
+    mantissa, exponent = np.frexp(rope_top / np.maximum(top, np.float32(1e-30)))
+    step = np.exp2(np.clip(exponent - (mantissa == 0.5), -4, 11)).astype(np.float32)
+    kept = through_int8(np.concatenate([x[..., :latent], x[..., latent:] / step], axis=-1), spare=12)
+    return np.concatenate([kept[..., :latent], kept[..., latent:] * step], axis=-1)
 
 
 def through_e4m3(x: Array) -> Array:

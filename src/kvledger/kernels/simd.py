@@ -86,6 +86,7 @@ load_i8 = emitted(_w, [_i], lambda e, a: Val(e, e.b.sext(e.load(VI8, a).v, VI32)
 load_u8 = emitted(_w, [_i], lambda e, a: Val(e, e.b.zext(e.load(VI8, a).v, VI32)))
 load_i32 = emitted(_w, [_i], lambda e, a: e.load(VI32, a))
 to_f32 = emitted(_v, [_w], lambda e, x: e.to_f32(x))
+power_of_two = emitted(_v, [_w], lambda e, x: e.bitcast((x + 127) << 23, VF32))
 
 
 def _e4m3_to_f32(e: Emit, x: Val) -> Val:

@@ -22,9 +22,9 @@ from kvledger.kernels.jit import cached_njit, inline
 
 OP_WORDS = 30
 OP_BYTES = OP_WORDS * 8
-COUNTER = 23 * 8  # byte offset of an op's work counter
-_ENTERED, _EXPECTED, _LEFT = 24 * 8, 25 * 8, 26 * 8  # threads that work on an op; as many as must leave; that have left
-MEMORY = 27  # words of an op: the memory that it reads beside its arguments' buffers (its weights), and its bytes
+COUNTER = 24 * 8  # byte offset of an op's work counter
+_ENTERED, _EXPECTED, _LEFT = 25 * 8, 26 * 8, 27 * 8  # threads that work on an op; as many as must leave; that have left
+MEMORY = 28  # words of an op: the memory that it reads beside its arguments' buffers (its weights), and its bytes
 _PIECE = 1024  # bytes asked for between two looks at the other threads
 _CLOSED = 1 << 32  # added to a count of entries: whoever comes later stays out
 

@@ -16,7 +16,7 @@ from kvledger.kernels import attention as att
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import kv_write
 from kvledger.kernels.kv_int4 import seal
-from kvledger.kernels.kv_pages import KINDS, SEALED_TOKENS, AttentionShape, query_size
+from kvledger.kernels.kv_pages import KINDS, LATENT_KINDS, SEALED_TOKENS, AttentionShape, query_size
 from kvledger.kernels.team import empty_program
 from kvledger.model.experts import Experts, add_experts
 from kvledger.model.latent import Latent, LatentBuffers, add_latent_attention
@@ -103,7 +103,7 @@ class _Builder:
         self.kind = _kind(layout)
         if self.kind == "int4":
             _check_sealable(layout.block_size, d.head_dim)
-        self.is_wide = self.kind.endswith("fp32")
+        self.is_wide = self.kind == "fp32"
         q_type = np.float32 if query_size(4 if self.is_wide else 2) == 4 else np.uint16
         self.q = np.zeros((MAX_ROWS * d.heads + 16, -(-d.head_dim // 32) * 32), q_type)
         rows = self.ops.rows
@@ -208,13 +208,11 @@ class _Builder:
 
 def _kind(layout: KVLayout) -> str:
     """The KV type as the kernels call it. Raises UnsupportedModel."""
-    name = "int4" if layout.storage == KVStorage.of("int4") else layout.storage.name
+    kind = "int4" if layout.storage == KVStorage.of("int4") else layout.storage.name
     latent = any(isinstance(g.spec, LatentKV) for g in layout.groups)
-    kind = f"latent_{name}" if latent else name
-    if kind not in KINDS:
-        known = [k.removeprefix("latent_") for k in KINDS if k.startswith("latent") == latent]
-        kept = "MLA's latent" if latent else "keys and values"
-        raise UnsupportedModel(f"{kept} in {layout.storage.name} are not computed here; {', '.join(known)} are")
+    known, kept = (LATENT_KINDS, "MLA's latents") if latent else (tuple(KINDS), "keys and values")
+    if kind not in known:
+        raise UnsupportedModel(f"{kept} in {kind} are not computed here; {', '.join(known)} are")
     return kind
 
 
