@@ -2,6 +2,7 @@
 
 import pytest
 
+from golden_models import described, write_folder
 from kvledger.build import assemble, build_engine
 from kvledger.exec.simulated import SimulatedExecutor
 from kvledger.plan.pool import PoolPlan, local_pool, plan_pool
@@ -11,6 +12,7 @@ from kvledger.spec.kv import ChunkedKV, FullKV, LatentKV, WindowKV
 from kvledger.spec.model import Layer, ModelSpec
 from kvledger.spec.sampling import SamplingParams
 from kvledger.units import MIB
+from test_architectures import give_tokenizer
 from tiny_model import write_tiny_model
 
 KINDS = {
@@ -82,7 +84,19 @@ def test_the_pool_is_no_larger_than_the_sequences_can_fill():
     ("dtype", "block_size"), [("bf16", 8), ("bf16", None), ("bf16", 32), ("int4", None), ("int4", 64), ("int8", 16)]
 )
 def test_the_cpu_executor_allocates_the_plan(tmp_path, window, dtype, block_size):
-    path = write_tiny_model(tmp_path / "tiny.gguf", window=window)
+    check_allocation(write_tiny_model(tmp_path / "tiny.gguf", window=window), dtype, block_size)
+
+
+@pytest.mark.parametrize(("dtype", "block_size"), [("bf16", None), ("int8", None), ("int8", 8), ("fp8", 32)])
+def test_the_cpu_executor_allocates_the_plan_of_latents(tmp_path, dtype, block_size):
+    folder = write_folder(tmp_path, described()["deepseek2"])
+    give_tokenizer(folder)
+    layout = check_allocation(folder, dtype, block_size)
+    assert layout.bytes_per_token == 3 * (64 + 32) * {"bf16": 2}.get(dtype, 1) + (3 * 4 if dtype == "int8" else 0)
+
+
+def check_allocation(path, dtype, block_size):
+    """A model's engine has the pool of its plan. Returns the layout."""
     cache = CacheConfig(block_size, dtype, kv_memory_bytes=3 * MIB)
     config = EngineConfig(cache, SchedulerConfig(max_num_seqs=99))
     loaded = build_engine(path, config)
@@ -90,8 +104,9 @@ def test_the_cpu_executor_allocates_the_plan(tmp_path, window, dtype, block_size
         planned = local_pool(loaded.model, config, 1, 1)  # a given size depends on nothing else
         assert loaded.pool == planned
         assert isinstance(loaded.pool, PoolPlan)
-        assert loaded.pool.layout.block_size == (block_size or {"bf16": 16, "int4": 32}[dtype])
+        assert loaded.pool.layout.block_size == (block_size or {"int4": 32}.get(dtype, 16))
         assert loaded.engine.executor.num_blocks == loaded.engine.scheduler.pool.num_blocks == planned.num_blocks
         assert loaded.engine.executor.kv_bytes == planned.num_blocks * planned.layout.block_bytes
+        return planned.layout
     finally:
         loaded.engine.close()

@@ -208,8 +208,11 @@ def test_nor_on_any_kv_type(models, kv, window):
         assert runs[4].count(Preempted, is_swapped=True)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "deepseek2", "qwen3moe"])
-def test_nor_on_any_layout(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [("gemma3", "bf16"), ("deepseek2", "bf16"), ("deepseek2", "int8"), ("deepseek2", "fp8"), ("qwen3moe", "bf16")],
+)
+def test_nor_on_any_layout(tmp_path, name, kv):
     """Windows and full layers in one pool, latents, experts: alone, in chunks, preempted, swapped, the same tokens."""
     row = described()[name]
     weights = open_weights(write_folder(tmp_path, row))
@@ -219,11 +222,18 @@ def test_nor_on_any_layout(tmp_path, name):
         (at, replace(r, prompt_token_ids=tuple(t % vocab for t in r.prompt_token_ids))) for at, r in trace()[:6]
     ]
 
-    def texts(num_blocks, wanted=requests, **options):
-        return run_cpu(model, num_blocks * groups, wanted, **options).texts
+    def played(num_blocks, wanted=requests, **options):
+        return run_cpu(model, num_blocks * groups, wanted, kv=kv, **options)
 
     alone = {}
     for _, request in requests:
-        alone |= texts(100, [(0, request)], prefix=False)
-    for num_blocks, options in [(100, {"max_num_batched_tokens": 7}), (14, {}), (14, {"swap": 60, "prefix": False})]:
-        assert texts(num_blocks, **options) == alone, options
+        alone |= played(100, [(0, request)], prefix=False).texts
+    runs = [
+        played(100, max_num_batched_tokens=7), played(14), played(14, swap=60, prefix=False),
+    ]  # fmt: skip
+    for number, found in enumerate(runs):
+        assert found.texts == alone, number
+    assert any(isinstance(e, Admitted) and e.num_cached for e in runs[0].events)
+    if groups == 1:
+        assert runs[1].count(Preempted)
+        assert runs[2].count(Preempted, is_swapped=True)

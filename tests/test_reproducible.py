@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from golden_models import described, write_folder
 from kvledger.sched.step import Chunk, Step
+from kvledger.weights.open import open_weights
 from test_cpu_executor import decoder, executor, sequence, tokens
 
-CASES = {
+CASES = {  # what is other than Llama's, or the name of a model with fixtures; KV type; activations
     "llama": ({}, "bf16", "auto"),
     "int8": ({}, "bf16", "int8"),
     "two terms": ({}, "bf16", "int8x2"),
@@ -17,8 +19,19 @@ CASES = {
     "int4 narrow windows": ({"attention__sliding_window": 48}, "int4", "auto"),
     "windows": ({"attention__sliding_window": 48}, "bf16", "auto"),
     "float32": ({}, "fp32", "fp32"),
+    "latents": ("deepseek2", "bf16", "auto"),
+    "int8 latents": ("deepseek2", "int8", "auto"),
+    "fp8 latents": ("deepseek2", "fp8", "auto"),
 }
 LENGTH = 600  # three spans of attention
+
+
+def weights_of(changes, folder):
+    if not isinstance(changes, str):
+        return decoder(dim=32, hidden=128, **changes)
+    row = described()[changes]
+    longer = row | {"config": row["config"] | {"max_position_embeddings": 1024}}
+    return open_weights(write_folder(folder, longer), "Q8_0")
 
 
 def run_in(ex, ids, sizes, others=()):
@@ -35,9 +48,9 @@ def run_in(ex, ids, sizes, others=()):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_chunks_batch_and_threads_change_nothing(case):
+def test_chunks_batch_and_threads_change_nothing(case, tmp_path):
     changes, kv, activations = CASES[case]
-    weights = decoder(dim=32, hidden=128, **changes)
+    weights = weights_of(changes, tmp_path)
     ids, others = tokens(LENGTH), [tokens(n) for n in (3, 40, 17, 64, 1)]
     how = {"kv": kv, "activations": activations, "num_blocks": 200, "block": 32 if kv == "int4" else 16}
     ex = executor(weights, **how)
