@@ -186,7 +186,7 @@ def test_refusals_name_what_is_missing():
         executor(weights)
     with pytest.raises(UnsupportedModel, match="q4_0"):
         executor(decoder(), kv="q4_0")
-    with pytest.raises(UnsupportedModel, match=r"int2_k/int2_v are not computed here; .*int4"):
+    with pytest.raises(UnsupportedModel, match=r"kivi2 are not computed here; .*int4"):
         executor(decoder(dim=32), kv="kivi2", block=32)
     with pytest.raises(UnsupportedModel, match="falcon"):
         executor(decoder("falcon"))

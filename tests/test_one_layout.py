@@ -4,17 +4,23 @@ import pytest
 
 from golden_models import described, write_folder
 from kvledger.build import assemble, build_engine
+from kvledger.errors import ConfigError, UnknownName, UnsupportedModel
 from kvledger.exec.simulated import SimulatedExecutor
+from kvledger.kernels.kv_pages import KINDS as KERNEL_KINDS
+from kvledger.plan.planner import plan
 from kvledger.plan.pool import PoolPlan, local_pool, plan_pool
+from kvledger.plan.profiles import Setup, get_profile
 from kvledger.sched.sequence import Request
 from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
 from kvledger.spec.kv import ChunkedKV, FullKV, LatentKV, WindowKV
+from kvledger.spec.kv_computed import COMPUTED, OF_LATENTS, kind_of
 from kvledger.spec.model import Layer, ModelSpec
 from kvledger.spec.sampling import SamplingParams
-from kvledger.units import MIB
+from kvledger.units import GIB, MIB
 from test_architectures import give_tokenizer
 from tiny_model import write_tiny_model
 
+LATENT = [LatentKV(512, 64)] * 4
 KINDS = {
     "mha": [FullKV(8, 64, 64)] * 6,
     "gqa": [FullKV(2, 64, 64)] * 6,
@@ -23,7 +29,7 @@ KINDS = {
     "gemma": ([WindowKV(4, 64, 64, 512)] * 5 + [FullKV(4, 64, 64)]) * 2,
     "uneven": [FullKV(4, 64, 64)] + [WindowKV(1, 64, 64, 100)] * 5,
     "chunked": [ChunkedKV(2, 64, 64, 256)] * 3 + [FullKV(2, 64, 64)],
-    "latent": [LatentKV(512, 64)] * 4,
+    "latent": LATENT,
     "some layers keep nothing": [FullKV(2, 64, 64), None, FullKV(2, 64, 64), None],
 }
 
@@ -38,9 +44,13 @@ def spec_of(caches, context=4096):
     return ModelSpec("test", "test", 64, 100, context, layers, 4, 6400, 0)
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 64])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "int8", "fp8", "int4"])
-@pytest.mark.parametrize("kind", KINDS)
+TYPES = [*((t, b) for t in ("bf16", "fp32", "int8", "fp8") for b in (8, 16, 64)), ("int4", 32), ("int4", 64)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "block_size"),
+    [(kind, *how) for kind in KINDS for how in TYPES if KINDS[kind] is not LATENT or how[0] in ("bf16", "fp32")],
+)
 def test_planned_blocks_are_the_pools_blocks(kind, dtype, block_size):
     spec = spec_of(KINDS[kind])
     config = EngineConfig(CacheConfig(block_size, dtype, kv_memory_bytes=8 * MIB), SchedulerConfig(max_num_seqs=8))
@@ -110,3 +120,40 @@ def check_allocation(path, dtype, block_size):
         return planned.layout
     finally:
         loaded.engine.close()
+
+
+def test_every_type_that_is_offered_has_a_kernel():
+    offered = [kind_of(spec_of(KINDS["gqa"]).kv_layout(name, 32)) for name in COMPUTED]
+    assert sorted(offered) == sorted(KERNEL_KINDS)
+    assert {kind_of(spec_of(LATENT).kv_layout(name, 32)) for name in OF_LATENTS} == set(offered) - {"int4"}
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_blocks_that_split_a_group_are_refused_by_configuration_and_plan_alike(block_size):
+    said = f"int4 KV needs a multiple of 32 tokens per block, got {block_size}; nearest: 32"
+    with pytest.raises(ConfigError, match=said):
+        CacheConfig(block_size, "int4")
+    with pytest.raises(ConfigError, match=said):
+        plan("smollm2-135m", kv_dtype="int4", block_size=block_size)
+    setup = Setup(kv_dtype="int4", block_size=block_size, available_bytes=GIB)
+    with pytest.raises(ConfigError, match=said):
+        get_profile("kvledger").allocate(spec_of(KINDS["gqa"]), None, setup)
+    assert plan("smollm2-135m", "h100-sxm", kv_dtype="int4", block_size=block_size)["num_blocks"].value > 0
+
+
+def test_types_that_no_kernel_computes_are_refused_with_those_that_one_does():
+    with pytest.raises(UnknownName, match=r"unknown KV type 'fp9'; nearest: fp8, fp32"):
+        CacheConfig(kv_dtype="fp9")
+    with pytest.raises(ConfigError, match="in q8_0 are not computed here; bf16, int8, fp8, int4, fp32 are"):
+        CacheConfig(kv_dtype="q8_0")
+    with pytest.raises(ConfigError, match="q8_0 are not computed here"):
+        plan("smollm2-135m", kv_dtype="q8_0")
+    with pytest.raises(UnsupportedModel, match="MLA's latents in int4 are not computed here; bf16, int8, fp8, fp32 are"):
+        local_pool(spec_of(LATENT), EngineConfig(CacheConfig(kv_dtype="int4")), 1 << 34, 1 << 33)
+
+
+def test_heads_that_split_a_group_are_refused_before_weights_are_read(tmp_path, monkeypatch):
+    path = write_tiny_model(tmp_path / "tiny.gguf", head_dim=16)
+    monkeypatch.setattr("kvledger.exec.cpu.CpuExecutor.__init__", lambda *args: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match="int4 KV needs a multiple of 32 channels per head, got 16; nearest: 32"):
+        build_engine(path, EngineConfig(CacheConfig(kv_dtype="int4", kv_memory_bytes=3 * MIB)))

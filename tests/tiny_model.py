@@ -17,7 +17,7 @@ def byte_names():
     return [names[b] for b in range(256)]
 
 
-def write_tiny_model(path, seed=0, window=None, context=CONTEXT):
+def write_tiny_model(path, seed=0, window=None, context=CONTEXT, head_dim=HEAD_DIM):
     """Writes the file and returns its path; `window` makes every layer a sliding window of that many tokens."""
     rng = np.random.default_rng(seed)
     tokens = [*byte_names(), *MARKS, "Ġt", *(f"<{i}>" for i in range(60))]
@@ -28,9 +28,9 @@ def write_tiny_model(path, seed=0, window=None, context=CONTEXT):
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     if window is not None:
         writer.add_sliding_window(window)
@@ -52,10 +52,10 @@ def write_tiny_model(path, seed=0, window=None, context=CONTEXT):
     for i in range(LAYERS):
         tensor(f"blk.{i}.attn_norm.weight", HIDDEN, scale=0)
         tensor(f"blk.{i}.ffn_norm.weight", HIDDEN, scale=0)
-        tensor(f"blk.{i}.attn_q.weight", HEADS * HEAD_DIM, HIDDEN)
-        tensor(f"blk.{i}.attn_k.weight", KV_HEADS * HEAD_DIM, HIDDEN)
-        tensor(f"blk.{i}.attn_v.weight", KV_HEADS * HEAD_DIM, HIDDEN)
-        tensor(f"blk.{i}.attn_output.weight", HIDDEN, HEADS * HEAD_DIM)
+        tensor(f"blk.{i}.attn_q.weight", HEADS * head_dim, HIDDEN)
+        tensor(f"blk.{i}.attn_k.weight", KV_HEADS * head_dim, HIDDEN)
+        tensor(f"blk.{i}.attn_v.weight", KV_HEADS * head_dim, HIDDEN)
+        tensor(f"blk.{i}.attn_output.weight", HIDDEN, HEADS * head_dim)
         tensor(f"blk.{i}.ffn_gate.weight", INNER, HIDDEN)
         tensor(f"blk.{i}.ffn_up.weight", INNER, HIDDEN)
         tensor(f"blk.{i}.ffn_down.weight", HIDDEN, INNER)

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvledger.errors import ConfigError, UnsupportedModel
 from kvledger.kernels import attention as att
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import kv_write
 from kvledger.kernels.kv_int4 import seal
-from kvledger.kernels.kv_pages import KINDS, LATENT_KINDS, SEALED_TOKENS, AttentionShape, query_size
+from kvledger.kernels.kv_pages import AttentionShape, query_size
 from kvledger.kernels.team import empty_program
 from kvledger.model.experts import Experts, add_experts
 from kvledger.model.latent import Latent, LatentBuffers, add_latent_attention
 from kvledger.model.linear import MAX_ROWS, Array, Ops, Weights
 from kvledger.model.packing import Tensor, halves_from_pairs
 from kvledger.model.rope import Rope
-from kvledger.spec.kv import KVLayout, KVStorage, LatentKV
+from kvledger.spec.kv import KVLayout
+from kvledger.spec.kv_computed import kind_of
 
 HEAD_ROWS = 64  # rows of logits computed at once
 # The head sees one row per sequence, prompts or not: few rows are read faster as integers, and more exactly.
@@ -100,9 +100,7 @@ class _Builder:
             for slot, layer in enumerate(group.layers)
         }
         self.angles = {rope: rope.angles(num_positions) for rope in set(d.ropes)}
-        self.kind = _kind(layout)
-        if self.kind == "int4":
-            _check_sealable(layout.block_size, d.head_dim)
+        self.kind = kind_of(layout)
         self.is_wide = self.kind == "fp32"
         q_type = np.float32 if query_size(4 if self.is_wide else 2) == 4 else np.uint16
         self.q = np.zeros((MAX_ROWS * d.heads + 16, -(-d.head_dim // 32) * 32), q_type)
@@ -204,21 +202,3 @@ class _Builder:
             return
         self.ops.linear(source, matrix, self.y, activation=activation, bias=bias)
         self.ops.add(ew.add_norm(self.y, self.w.vector(norm), self.x, self.d.eps))
-
-
-def _kind(layout: KVLayout) -> str:
-    """The KV type as the kernels call it. Raises UnsupportedModel."""
-    kind = "int4" if layout.storage == KVStorage.of("int4") else layout.storage.name
-    latent = any(isinstance(g.spec, LatentKV) for g in layout.groups)
-    known, kept = (LATENT_KINDS, "MLA's latents") if latent else (tuple(KINDS), "keys and values")
-    if kind not in known:
-        raise UnsupportedModel(f"{kept} in {kind} are not computed here; {', '.join(known)} are")
-    return kind
-
-
-def _check_sealable(block_size: int, head_dim: int) -> None:
-    """int4 quantises 32 tokens together, and 32 channels of a value. Raises ConfigError."""
-    for what, number in (("tokens per block", block_size), ("channels per head", head_dim)):
-        if number % SEALED_TOKENS:
-            nearest = max(1, round(number / SEALED_TOKENS)) * SEALED_TOKENS
-            raise ConfigError(f"int4 KV needs a multiple of {SEALED_TOKENS} {what}, got {number}; nearest: {nearest}")

@@ -195,10 +195,9 @@ def _of_allocation(found: Allocation, query: Query) -> Memory:
 
 def engine_config(query: Query) -> EngineConfig:
     """What `kvledger serve` would be told for this query."""
-    cache, sched = CacheConfig(), SchedulerConfig()
-    dtype = cache.kv_dtype if query.kv_dtype == "auto" else query.kv_dtype
+    sched = SchedulerConfig()
     return EngineConfig(
-        cache=CacheConfig(query.block_size, dtype, query.kv_memory_bytes),
+        cache=CacheConfig(query.block_size, kv_dtype_of(query), query.kv_memory_bytes),
         sched=SchedulerConfig(
             query.max_num_batched_tokens or sched.max_num_batched_tokens, query.max_num_seqs or sched.max_num_seqs
         ),
@@ -260,9 +259,9 @@ def timing_of(query: Query, layout: KVLayout | None = None, weights: WeightBytes
 
 
 def kv_dtype_of(query: Query) -> str:
-    """The KV type meant: `auto` is kvledger's default here, the type of the activations elsewhere."""
-    if is_local(query):
-        return engine_config(query).cache.kv_dtype
+    """The KV type meant: `auto` is kvledger's default under kvledger, the type of the activations elsewhere."""
+    if query.engine == "kvledger":
+        return CacheConfig().kv_dtype if query.kv_dtype == "auto" else query.kv_dtype
     if query.engine == "vllm":
         return storage_of(query.model, query.kv_dtype).name
     return query.model.activation_dtype if query.kv_dtype == "auto" else query.kv_dtype

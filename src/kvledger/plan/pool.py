@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from kvledger.errors import DoesNotFit
 from kvledger.spec.config import EngineConfig, SchedulerConfig
 from kvledger.spec.kv import KVLayout
+from kvledger.spec.kv_computed import kind_of
 from kvledger.spec.model import ModelSpec
 from kvledger.units import MIB, cdiv, format_bytes
 
@@ -96,9 +97,10 @@ def local_pool(model: ModelSpec, config: EngineConfig, total_bytes: int, availab
     """The pool of this machine: `plan --device local` prints it and `serve` builds it by this call alone.
 
     `total_bytes` and `available_bytes` are `data.host.host_memory()`, read before any weights are loaded. Raises
-    DoesNotFit, ConfigError, UnknownName.
+    DoesNotFit, and ConfigError or UnsupportedModel where no kernel computes with such a cache.
     """
     layout = model.kv_layout(config.cache.kv_dtype, config.cache.tokens_per_block)
+    kind_of(layout)
     if config.cache.kv_memory_bytes is not None:
         plan = plan_pool(layout, config.cache.kv_memory_bytes, "given by --kv-memory")
     else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kvledger.errors import ConfigError, UnknownName
-from kvledger.spec.kv_types import KVStorage
+from kvledger.spec.kv_computed import check_block_size, computed_storage
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 Policy = Literal["continuous", "static", "orca"]
@@ -37,6 +37,7 @@ class CacheConfig:
         _check_flag(self, "prefix_caching")
         if not isinstance(self.kv_dtype, str):
             raise ConfigError(f"kv_dtype is the name of a type, not {self.kv_dtype!r}")
+        check_block_size(computed_storage(self.kv_dtype), self.tokens_per_block)
         if self.kv_memory_bytes is not None and self.kv_memory_bytes <= 0:
             raise ConfigError(f"KV memory must be positive, got {self.kv_memory_bytes} bytes")
         if self.disk_dir is not None and (not isinstance(self.disk_dir, str) or not self.disk_dir):
@@ -46,8 +47,8 @@ class CacheConfig:
 
     @property
     def tokens_per_block(self) -> int:
-        """`block_size`, or what is usual for the type. Raises UnknownName for a type that is not known."""
-        return self.block_size or KVStorage.of(self.kv_dtype).usual_block_size
+        """`block_size`, or what is usual for the type."""
+        return self.block_size or computed_storage(self.kv_dtype).usual_block_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ _ALIASES = {
 }  # fmt: skip
 _PAIRS = {"int4": ("int4_k", "int4_v"), "kivi4": ("int4_k", "int4_v"), "kivi2": ("int2_k", "int2_v"),
           "int2": ("int2_k", "int2_v")}  # fmt: skip
+_NAMED = {pair: name for name, pair in reversed(_PAIRS.items())}  # the first name of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,9 @@ class KVStorage:
 
     @property
     def name(self) -> str:
-        """`bf16`, or `int4_k/int4_v` where keys and values differ."""
-        return self.key.name if self.key == self.value else f"{self.key.name}/{self.value.name}"
+        """`bf16`; where keys and values differ the pair's own name, as `int4`, else `q8_0/q4_0`."""
+        both = (self.key.name, self.value.name)
+        return self.key.name if self.key == self.value else _NAMED.get(both, "/".join(both))
 
     @property
     def span(self) -> int:

@@ -28,7 +28,7 @@ class KvledgerProfile:
             required(device, "local")
         total = device.memory_bytes if device else 0
         length = setup.max_model_len or model.max_context
-        plan = local_pool(model, _config(model, setup), total, total)
+        plan = local_pool(model, _config(setup), total, total)
         groups = tuple(BlockGroup((g,)) for g in plan.layout.groups)
         # one token in flight: the scheduler cuts a chunk to the blocks that are free, so windows need no more
         pool = Pool("blocks", groups, plan.num_blocks, plan.layout.block_bytes, in_flight=1)
@@ -45,11 +45,7 @@ class KvledgerProfile:
         )  # fmt: skip
 
 
-def _config(model: ModelSpec, setup: Setup) -> EngineConfig:
-    kv_dtype = model.activation_dtype if setup.kv_dtype == "auto" else setup.kv_dtype
-    cache = CacheConfig(
-        block_size=setup.block_size,
-        kv_dtype=kv_dtype,
-        kv_memory_bytes=setup.available_bytes,
-    )
+def _config(setup: Setup) -> EngineConfig:
+    kv_dtype = CacheConfig().kv_dtype if setup.kv_dtype == "auto" else setup.kv_dtype
+    cache = CacheConfig(setup.block_size, kv_dtype, setup.available_bytes)
     return EngineConfig(cache=cache, max_model_len=setup.max_model_len)
