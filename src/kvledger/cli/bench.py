@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvledger.cli.bench_serve import bench_serve
+from kvledger.cli.engine_options import Activations, BlockSize, KvDtype, Threads
 from kvledger.cli.output import StatusLine, columns, emit, emit_json, say
 from kvledger.units import format_bytes, format_seconds, parse_bytes
 
@@ -28,10 +29,10 @@ def engine(
     prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = 128,
     output: Annotated[int, typer.Option(min=1, help="Tokens that each writes.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
-    kv_dtype: Annotated[str, typer.Option(help="How K and V are stored.")] = "bf16",
-    block_size: Annotated[int | None, typer.Option(help="Tokens per block; default: 16, int4 32.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads; all cores otherwise.")] = None,
-    activations: Annotated[str, typer.Option(help="auto, int8, int8x2 or fp32.")] = "auto",
+    kv_dtype: KvDtype = "bf16",
+    block_size: BlockSize = None,
+    threads: Threads = None,
+    activations: Activations = "auto",
     as_json: Json = False,
 ) -> None:
     """Prefill and decode of equal requests, beside what this machine could do at most."""

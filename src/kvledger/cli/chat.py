@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvledger.cli.engine_options import Activations, KvDtype, KvMemory, Quantise, Threads
 from kvledger.cli.output import say
 from kvledger.cli.run import Asked, open_llm
 from kvledger.errors import BadRequest
@@ -26,11 +27,11 @@ def chat(
     temperature: float = typer.Option(None, help="0 is greedy; default: the model's recommendation."),
     top_p: float = typer.Option(None, help="Default: the model's recommendation."),
     seed: int = typer.Option(None, help="Makes sampling repeatable."),
-    kv_memory: str = typer.Option("", help="Bytes of the KV pool, as 512MiB; default: a share of free memory."),
-    activations: str = typer.Option("auto", help="Arithmetic of activations: auto, int8, int8x2 or fp32."),
-    threads: int = typer.Option(None, help="Threads that compute; default: every core."),
-    kv_dtype: str = typer.Option("bf16", help="Type of K and V in the cache: bf16, int8, fp8, int4 or fp32."),
-    quantise: str = typer.Option("", help="Safetensors only: q8_0 or q4_1 as they are read."),
+    kv_memory: KvMemory = "",
+    activations: Activations = "auto",
+    threads: Threads = None,
+    kv_dtype: KvDtype = "bf16",
+    quantise: Quantise = "",
 ) -> None:
     """Talk with a model in the terminal."""
     asked = Asked(max_tokens, temperature, top_p, seed)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvledger.cli.engine_options import Activations, KvDtype, KvMemory, Quantise, Threads
 from kvledger.cli.output import StatusLine, say
 from kvledger.errors import ConfigError
 from kvledger.units import format_seconds
@@ -77,11 +78,11 @@ def run(
     temperature: float = typer.Option(None, help="0 is greedy; default: the model's recommendation."),
     top_p: float = typer.Option(None, help="Default: the model's recommendation."),
     seed: int = typer.Option(None, help="Makes sampling repeatable."),
-    kv_memory: str = typer.Option("", help="Bytes of the KV pool, as 512MiB; default: a share of free memory."),
-    kv_dtype: str = typer.Option("bf16", help="Type of K and V in the cache: bf16, int8, fp8, int4 or fp32."),
-    activations: str = typer.Option("auto", help="Arithmetic of activations: auto, int8, int8x2 or fp32."),
-    threads: int = typer.Option(None, help="Threads that compute; default: every core."),
-    quantise: str = typer.Option("", help="Safetensors only: q8_0 or q4_1 as they are read."),
+    kv_memory: KvMemory = "",
+    kv_dtype: KvDtype = "bf16",
+    activations: Activations = "auto",
+    threads: Threads = None,
+    quantise: Quantise = "",
     stats: bool = typer.Option(False, "--stats", help="Say tokens per second and time to first token at the end."),
 ) -> None:
     """Answer one prompt in the terminal."""

