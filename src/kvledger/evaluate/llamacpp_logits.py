@@ -2,7 +2,8 @@
 
 Run by a Python that has llama-cpp-python, never imported by kvledger. Says one line of JSON first; then reads lines of
 JSON from stdin, each the token ids of one text, and answers each with float32[tokens, vocabulary] in native bytes. KV
-cache in f16, micro-batches of 512, flash attention as llama.cpp chooses: its defaults.
+cache in f16, micro-batches of 512, flash attention as llama.cpp chooses: its defaults. Without arguments it only finds
+out whether the library can be loaded.
 """
 
 import ctypes
@@ -54,6 +55,8 @@ def decode(handle: Any, token_ids: list[int], first: int) -> Any:
 
 def main() -> None:
     """Answer every line of stdin."""
+    if len(sys.argv) == 1:
+        return
     out = take_stdout()
     model, handle = open_context(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))

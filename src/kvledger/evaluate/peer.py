@@ -18,6 +18,26 @@ from kvledger.evaluate.divergence import Logits
 SCRIPT = Path(__file__).with_name("llamacpp_logits.py")
 
 
+def check_peer(python: Path) -> None:
+    """Raises ConfigError where that Python cannot be run or has no llama-cpp-python."""
+    try:
+        done = subprocess.run([str(python), str(SCRIPT)], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    except OSError as error:
+        raise _cannot_run(python, error) from error
+    if done.returncode:
+        raise _ended(done.stderr)
+
+
+def _cannot_run(python: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--peer-python {python} cannot be run: {error.strerror}")
+
+
+def _ended(said: bytes) -> ConfigError:
+    """With the last line that the process said."""
+    lines = said.decode(errors="replace").strip().splitlines()
+    return ConfigError(f"llama.cpp has ended: {lines[-1] if lines else 'without a word'}")
+
+
 class LlamaCpp:
     """The same file in llama.cpp, KV in f16. Raises ConfigError where that Python or llama.cpp cannot do it."""
 
@@ -31,7 +51,7 @@ class LlamaCpp:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
             )
         except OSError as error:
-            raise ConfigError(f"--peer-python {python} cannot be run: {error.strerror}") from error
+            raise _cannot_run(python, error) from error
         self.vocab_size, self.name = self._greeting()
         if self.vocab_size != vocab_size:
             self.close()
@@ -69,9 +89,8 @@ class LlamaCpp:
         return np.frombuffer(data, np.float32).reshape(count, self.vocab_size)
 
     def _failed(self) -> ConfigError:
-        """The last line that the process said."""
         self._process.wait()
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        failure = _ended(self._errors.read())
         self.close()
-        return ConfigError(f"llama.cpp has ended: {lines[-1] if lines else 'without a word'}")
+        return failure

@@ -13,45 +13,67 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
-from kvledger.errors import ConfigError
+from kvledger.errors import ConfigError, UnsupportedModel
 from kvledger.evaluate.contender import Contender, Ours, arithmetic_name
 from kvledger.evaluate.divergence import Divergence, Reference, Tally, log_softmax
-from kvledger.evaluate.peer import LlamaCpp
-from kvledger.evaluate.retrieval import Retrieval, retrieve
+from kvledger.evaluate.peer import LlamaCpp, check_peer
+from kvledger.evaluate.retrieval import DEPTHS, Retrieval, make_needles, retrieve
 from kvledger.evaluate.text import BUNDLED, begin_of_text, read_text, windows
+from kvledger.spec.config import Activations, CacheConfig, ExecConfig
 from kvledger.spec.from_gguf import model_from_gguf
+from kvledger.spec.kv_computed import kind_of
 from kvledger.spec.model import ModelSpec
 from kvledger.text.tokenizer import Tokenizer
 from kvledger.weights.open import open_weights
 from kvledger.weights.store import resolve
 
 KV_DTYPES = ("bf16", "fp32", "int8", "fp8", "int4")
-ACTIVATIONS = ("auto", "int8", "int8x2", "fp32")
+ACTIVATIONS: tuple[str, ...] = get_args(Activations)
+WINDOW, CONTEXTS = 2048, (1024, 2048)
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to evaluate. `text` None: the bundled one; `contexts`: of retrieval; `peer_python` has llama.cpp."""
+    """What to evaluate. `text` None: the bundled one; `contexts`: of retrieval; `peer_python` has llama.cpp.
+
+    `kv_dtypes`, `window` and `contexts` None: the usual ones, as far as model and text allow. Raises ConfigError,
+    UnknownName for what no model could answer.
+    """
 
     model: str = "smollm2"
     text: Path | None = None
-    kv_dtypes: tuple[str, ...] = KV_DTYPES
+    kv_dtypes: tuple[str, ...] | None = None
     activations: tuple[str, ...] = ACTIVATIONS
     kv_activations: tuple[str, ...] = ("auto",)  # arithmetic under which KV types are compared; retrieval by the first
     num_tokens: int = 8192
-    window: int = 2048
-    contexts: tuple[int, ...] = (1024, 2048)
+    window: int | None = None
+    contexts: tuple[int, ...] | None = None
     peer_python: Path | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_tokens", 2), ("window", 8)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        for name in self.kv_dtypes or ():
+            CacheConfig(kv_dtype=name)
+        for mode in (*self.activations, *self.kv_activations):
+            ExecConfig(self.threads, mode)  # type: ignore[arg-type]  # what it is here to find out
+        self._check_something_to_compare()
+
+    def _check_something_to_compare(self) -> None:
+        no_types = self.kv_dtypes == ()
+        if no_types and not self.activations and not self.peer_python:
+            raise ConfigError("nothing to compare: name KV types, arithmetics or a Python with llama.cpp")
+        if not no_types and not self.kv_activations:
+            raise ConfigError("KV types are compared under an arithmetic, and none is named; auto is usual")
+        if no_types and self.contexts:
+            raise ConfigError("facts are retrieved with each KV type, and none is named; bf16 is usual")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +105,7 @@ class _Job:
     path: Path
     windows: list[list[int]]
     filler: list[int]
+    kv_dtypes: tuple[str, ...]
     contexts: tuple[int, ...]
     progress: Progress
 
@@ -102,7 +125,7 @@ def evaluate(asked: Asked, progress: Progress = lambda text: None) -> Quality:
     job = _prepare(asked, progress)
     studies: list[Study] = []
     found: list[list[Retrieval]] = []
-    for mode in asked.kv_activations if asked.kv_dtypes else ():
+    for mode in asked.kv_activations if job.kv_dtypes else ():
         with _kv_contenders(job, mode) as contenders:
             title = f"KV types against bf16 KV, arithmetic {arithmetic_name(mode)}"
             studies.append(Study(title, compare(contenders, job.windows, progress)))
@@ -136,19 +159,69 @@ def compare(
 
 
 def _prepare(asked: Asked, progress: Progress) -> _Job:
+    if asked.peer_python:
+        check_peer(asked.peer_python)
     progress(f"looking for {asked.model}")
     path = resolve(asked.model)
+    if asked.peer_python and not path.is_file():
+        raise ConfigError(f"llama.cpp reads GGUF files; {path} is a folder")
     weights = open_weights(path)
     spec = model_from_gguf(weights.metadata, weights.facts, str(path))
+    kv_dtypes, window = _kv_dtypes(asked, spec), _window(asked, spec)
     tokenizer = Tokenizer.from_metadata(weights.metadata)
-    token_ids = tokenizer.encode(read_text(asked.text, asked.num_tokens), parse_special=False)
+    text = read_text(asked.text, max(asked.num_tokens, *(asked.contexts or CONTEXTS)))
+    token_ids = tokenizer.encode(text, parse_special=False)
     prefix = begin_of_text(tokenizer)
-    cut = windows(token_ids[: asked.num_tokens], prefix, min(asked.window, spec.max_context))
+    cut = windows(token_ids[: asked.num_tokens], prefix, window)
     if not cut:
         raise ConfigError(f"the text has {len(token_ids)} tokens; at least 2 are needed")
-    room = min(spec.max_context - 1, len(token_ids))
-    contexts = tuple(context for context in asked.contexts if context <= room)
-    return _Job(asked, spec, path, cut, prefix + token_ids, contexts, progress)
+    filler = prefix + token_ids
+    contexts = _contexts(asked, spec, tokenizer, filler) if kv_dtypes else ()
+    return _Job(asked, spec, path, cut, filler, kv_dtypes, contexts, progress)
+
+
+def _kv_dtypes(asked: Asked, spec: ModelSpec) -> tuple[str, ...]:
+    """Those that were asked for, else those that this model's caches are computed with. Raises UnsupportedModel."""
+    if asked.kv_dtypes is None:
+        return tuple(name for name in KV_DTYPES if _is_computed(spec, name))
+    for name in asked.kv_dtypes:
+        _kind(spec, name)
+    return asked.kv_dtypes
+
+
+def _is_computed(spec: ModelSpec, kv_dtype: str) -> bool:
+    try:
+        return bool(_kind(spec, kv_dtype))
+    except (ConfigError, UnsupportedModel):
+        return False
+
+
+def _kind(spec: ModelSpec, kv_dtype: str) -> str:
+    return kind_of(spec.kv_layout(kv_dtype, CacheConfig(kv_dtype=kv_dtype).tokens_per_block))
+
+
+def _window(asked: Asked, spec: ModelSpec) -> int:
+    if asked.window is None:
+        return min(WINDOW, spec.max_context)
+    if asked.window > spec.max_context:
+        raise ConfigError(
+            f"a window of {asked.window:,} tokens is beyond {spec.name}, whose context is {spec.max_context:,}"
+        )
+    return asked.window
+
+
+def _contexts(asked: Asked, spec: ModelSpec, tokenizer: Tokenizer, filler: list[int]) -> tuple[int, ...]:
+    """Of retrieval. Raises ConfigError for one that was asked for and hides nothing, or more than there is."""
+    room = min(spec.max_context - 1, len(filler))
+    if asked.contexts is None:
+        return tuple(context for context in CONTEXTS if context <= room)
+    for context in asked.contexts:
+        if context > room:
+            what = "the text" if room == len(filler) else f"{spec.name} beside an answer"
+            raise ConfigError(f"a context of {context:,} tokens to hide a fact in is more than {what} has: {room:,}")
+        for depth in DEPTHS:
+            make_needles(tokenizer, filler, context, depth)
+    return asked.contexts
 
 
 @contextmanager
@@ -156,7 +229,7 @@ def _kv_contenders(job: _Job, activations: str) -> Iterator[list[Ours]]:
     """One arithmetic with each KV type, bf16 first."""
     with ExitStack() as stack:
         opened = []
-        for kv_dtype in dict.fromkeys(("bf16", *job.asked.kv_dtypes)):
+        for kv_dtype in dict.fromkeys(("bf16", *job.kv_dtypes)):
             opened.append(job.ours(kv_dtype, kv_dtype, activations))
             stack.callback(opened[-1].close)
         yield opened
@@ -178,8 +251,6 @@ def _arithmetic_contenders(job: _Job) -> Iterator[list[Contender]]:
 
 
 def _peer(job: _Job, python: Path) -> LlamaCpp:
-    if not job.path.is_file():
-        raise ConfigError(f"llama.cpp reads GGUF files; {job.path} is a folder")
     threads = job.asked.threads or len(os.sched_getaffinity(0))
     return LlamaCpp(python, job.path, job.max_model_len, threads, job.spec.vocab_size)
 

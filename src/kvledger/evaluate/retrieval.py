@@ -50,12 +50,17 @@ def retrieve(name: str, llm: LLM, filler: Sequence[int], contexts: Iterable[int]
 
 
 def _at(name: str, llm: LLM, filler: Sequence[int], context: int, depth: float) -> Retrieval:
-    rng = Random(f"{context} {depth}")  # the same numbers for every contender
-    needles = [make_needle(llm.tokenizer, filler, context, depth, fact, rng) for fact in FACTS]
+    needles = make_needles(llm.tokenizer, filler, context, depth)
     answers = [force(llm.engine, needle.prompt, needle.answer) for needle in needles]
     num_found = sum(all(sample.rank == 1 for sample in answer) for answer in answers)
     logprob = sum(sample.logprob for answer in answers for sample in answer) / len(answers)
     return Retrieval(name, context, depth, len(answers), num_found, logprob)
+
+
+def make_needles(tokenizer: Tokenizer, filler: Sequence[int], context: int, depth: float) -> list[Needle]:
+    """A trial for each fact; the same numbers for every contender. Raises ConfigError."""
+    rng = Random(f"{context} {depth}")
+    return [make_needle(tokenizer, filler, context, depth, fact, rng) for fact in FACTS]
 
 
 def make_needle(
