@@ -55,6 +55,9 @@ def test_printing():
     assert units.format_bytes(-(2**20)) == "-1.00 MiB"
     assert units.format_seconds(0.0209) == "20.9 ms"
     assert units.format_count(1_499_500) == "1,499,500"
+    assert [units.format_tokens(n) for n in (400, 1024, 8000, 131072)] == [
+        "400 tokens", "1K tokens", "8,000 tokens", "128K tokens"
+    ]  # fmt: skip
     assert units.format_money(0.12345) == "$0.123"
     assert units.format_money(12) == "$12.00"
 

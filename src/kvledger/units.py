@@ -77,6 +77,11 @@ def format_count(count: float) -> str:
     return f"{count:,.0f}" if count == int(count) else f"{count:,.3g}"
 
 
+def format_tokens(count: int) -> str:
+    """`8K tokens`, as context lengths are meant; `8,000 tokens` where that is no whole number of 1,024."""
+    return f"{count // 1024}K tokens" if count >= 1024 and count % 1024 == 0 else f"{count:,} tokens"
+
+
 def format_money(dollars: float) -> str:
     """`$0.123`: three significant digits below ten dollars, cents above."""
     return f"${dollars:,.2f}" if dollars >= 10 else f"${dollars:.3g}"

@@ -26,7 +26,7 @@ from kvledger.spec.sampling import SamplingParams
 from kvledger.spec.step import StepShape, num_tokens
 from kvledger.text.chat import ChatTemplate, compile_template, require_template
 from kvledger.text.structured import GrammarCompiler
-from kvledger.units import format_bytes, format_count
+from kvledger.units import format_bytes, format_count, format_tokens
 
 # what a model's makers recommend where the file does not say; source: the model's card
 RECOMMENDED: dict[str, dict[str, float]] = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
@@ -171,7 +171,7 @@ def plan_lines(model: ModelSpec, pool: PoolPlan, max_model_len: int) -> list[tup
             f"{format_count(pool.num_blocks)} blocks × {format_count(pool.layout.block_bytes)} B "
             f"({pool.layout.block_size} tokens each) = {format_bytes(pool.pool_bytes)}",
         ),
-        ("requests", ", ".join(f"{format_count(n)} of {c / 1024:g}K tokens" for c, n in at)),
+        ("requests", ", ".join(f"{format_count(n)} of {format_tokens(c)}" for c, n in at)),
     ]
 
 
