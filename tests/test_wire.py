@@ -209,6 +209,17 @@ def test_cached_tokens_in_usage(served: Running):
     assert other["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_cached_tokens_of_beam_searches(served: Running):
+    prompts = [
+        "one beginning, long enough for whole blocks of sixteen; say:x",
+        "another, of which blocks are kept; say:y",
+    ]
+    body = {"prompt": prompts, "use_beam_search": True, "n": 2, "max_tokens": 3}
+    first, again = (served.post("/v1/completions", **body).json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["prompt_tokens_details"]["cached_tokens"] == sum((len(p) - 1) // 16 * 16 for p in prompts)
+
+
 def test_prefix_shorter_than_a_block_is_reported_as_no_hit(served: Running):
     for _ in range(2):
         usage = served.post("/v1/completions", prompt="short say:x").json()["usage"]

@@ -78,10 +78,16 @@ class BeamSearch:
 
     def __init__(self, engine: Engine, request: Request, width: int, length_penalty: float = 1.0) -> None:
         self.engine, self.request, self.width, self.length_penalty = engine, request, width, length_penalty
-        self._beams = [_Live(engine.add(request))]
+        self._root = engine.add(request)
+        self._beams = [_Live(self._root)]
         self._complete: list[Beam] = []
         self._choices = itertools.count(1)
         self.is_done = False
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return self._root.num_cached
 
     def take(self, events: Iterable[Event]) -> None:
         """Book the tokens of this request; choose anew when every beam has one."""

@@ -67,6 +67,11 @@ class BeamRun:
         finally:
             self._link.release(self.request.request_id, self.stop)
 
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return 0 if self._search is None else self._search.num_cached
+
     def start(self, engine: Engine) -> None:
         """Add the request and begin to listen. Raises BadRequest, ContextTooLong."""
         self._search = BeamSearch(engine, self.request, self._asked.width, self._asked.length_penalty)

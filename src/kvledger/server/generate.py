@@ -191,7 +191,8 @@ async def _respond_beams(state: ServerState, job: Job, asked: BeamAsked) -> Resp
     found = await asyncio.gather(*(run.beams(served, timeout_s) for run in runs))
     choices = [c for i, run in enumerate(runs) for c in beam_choices(run, found[i], n, i * n, served)]
     num_prompt = sum(len(request.prompt_token_ids) for request in job.requests)
-    tally = usage(num_prompt, sum(len(choice.stream.samples) for choice in choices), 0)
+    num_output, num_cached = sum(len(choice.stream.samples) for choice in choices), sum(run.num_cached for run in runs)
+    tally = usage(num_prompt, num_output, num_cached)
     entries = [job.shape.whole(choice) for choice in choices]
     return JSONResponse(job.envelope.wrap(job.shape.object, entries, tally))
 
