@@ -16,6 +16,7 @@ from kvledger.bench.policies import (
 from kvledger.bench.recompute import count_forwards, time_forwards
 from kvledger.bench.sharing import count_beam_sharing, count_sample_sharing, measure_prefix_hit
 from kvledger.build import build_engine
+from kvledger.kernels.team import num_cpus
 from kvledger.llm import engine_config
 from kvledger.plan.workload import find_workload
 from kvledger.simulate.replay import poisson
@@ -150,3 +151,9 @@ def test_the_lesson_prints_what_it_has():
     assert json["forwards"]["with_cache"] == 19
     assert "requests" not in json["policies"][0]["result"]
     assert json["policies"][0]["result"]["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(("kv_dtype", "threads", "used"), [("int4", 1, 1), ("fp8", None, num_cpus())])
+def test_a_report_says_the_type_as_it_is_asked_for_and_the_threads_that_computed(path, kv_dtype, threads, used):
+    found = bench_engine(path, prompt=8, output=3, repeats=1, kv_dtype=kv_dtype, num_threads=threads).as_json()
+    assert (found["kv_dtype"], found["num_threads"]) == (kv_dtype, used)

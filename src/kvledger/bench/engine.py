@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvledger.bench.common import plain
 from kvledger.build import Loaded, Progress, build_engine
@@ -24,9 +24,13 @@ from kvledger.metrics import Metrics
 from kvledger.plan.roofline import Roofline
 from kvledger.sched.sequence import Request
 from kvledger.spec.device import DeviceSpec
+from kvledger.spec.kv_computed import offered_name
 from kvledger.spec.sampling import SamplingParams
 from kvledger.spec.step import Work
 from kvledger.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvledger.exec.cpu import CpuExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class EngineBench:
     batch: int
     prompt: int
     output: int
-    num_threads: int | None
+    num_threads: int
     prefill_s: float
     decode_s: float
     step_p50_s: float
@@ -118,15 +122,15 @@ def measure(loaded: Loaded, batch: int, prompt: int, output: int, repeats: int =
     steps = sorted(runs, key=_busy)[len(runs) // 2]
     decode_s, prefill_s = _busy(steps), median(prefills)
     roofline = ceiling(loaded, local_device())
-    middle = prompt + output // 2
+    middle, num_threads = prompt + output // 2, cast("CpuExecutor", loaded.engine.executor).num_threads
     return EngineBench(
-        loaded.model.name, batch, prompt, output, loaded.config.exec.num_threads, prefill_s, decode_s,
+        loaded.model.name, batch, prompt, output, num_threads, prefill_s, decode_s,
         median(s.ended_s - s.started_s for s in steps) if steps else 0.0,
         max((s.ended_s - s.started_s for s in steps), default=0.0),
         1.0 - sum(s.exec_s for s in steps) / decode_s if decode_s else 0.0,
         roofline.seconds((Work(0, prompt),) * batch) / prefill_s,
         roofline.seconds((Work(middle, 1),) * batch) * len(steps) / decode_s if decode_s else 0.0,
-        roofline.device.measured, loaded.pool.layout.groups[0].storage.name,
+        roofline.device.measured, offered_name(loaded.pool.layout.storage),
         batch * loaded.pool.layout.bytes_for(prompt + output - 1), loaded.pool.pool_bytes,
         _waste(loaded, prompt + output - 1), len(steps),
     )  # fmt: skip

@@ -77,6 +77,11 @@ class CpuExecutor:
         return self._num_blocks
 
     @property
+    def num_threads(self) -> int:
+        """Threads that compute."""
+        return self._team.num_threads
+
+    @property
     def kv_bytes(self) -> int:
         return int(self._blocks.nbytes)
 

@@ -25,6 +25,11 @@ def computed_storage(name: str) -> KVStorage:
     return storage
 
 
+def offered_name(storage: KVStorage) -> str:
+    """The name under which a computed type is offered, where it has several: `fp8`, not `fp8_e4m3`."""
+    return next((name for name in COMPUTED if KVStorage.of(name) == storage), storage.name)
+
+
 def check_block_size(storage: KVStorage, block_size: int) -> None:
     """Raises ConfigError for a block that splits the tokens that share a scale."""
     _check_groups(storage, storage.span, "tokens per block", block_size)
