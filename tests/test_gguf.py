@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
+from kvledger.build import build_engine
 from kvledger.errors import ConfigError, DamagedFile, KvledgerError, UnsupportedModel
+from kvledger.evaluate.quality import Asked, evaluate
+from kvledger.models import resolve_model
 from kvledger.spec.from_gguf import CACHE_RULES, model_from_gguf
 from kvledger.spec.kv import ChunkedKV, FullKV, LatentKV, StateKV, WindowKV
 from kvledger.text.chat import ChatTemplate
@@ -20,6 +23,7 @@ from kvledger.weights.ggml_types import BY_CODE, GGML_TYPES
 from kvledger.weights.gguf import open_gguf, read_header
 from kvledger.weights.open import open_weights
 from kvledger.weights.safetensors import read_safetensors
+from tiny_model import write_tiny_model
 
 
 def write_small(path, arch="llama", **keys):
@@ -471,3 +475,17 @@ def test_folders_that_cannot_be_meant(tmp_path):
         open_weights(tmp_path)
     with pytest.raises(ConfigError, match="Q8_0 or Q4_1"):
         open_weights(tmp_path, "Q3_K")
+
+
+def test_a_flipped_bit_in_a_shape_is_told_with_file_and_tensor(tmp_path):
+    """Whoever finds it, in the header or by comparison with the metadata: the program, the plan, the evaluation."""
+    data = bytearray(write_tiny_model(tmp_path / "whole.gguf").read_bytes())
+    name = b"token_embd.weight"
+    at = data.index(name) + len(name) + 4  # the number of dimensions, then the columns
+    data[at + 8] ^= 64  # 256 rows of 320
+    path = tmp_path / "flipped.gguf"
+    path.write_bytes(data)
+    said = r"^flipped\.gguf: tensor 'output\.weight' has shape \(\d+, 64\); the metadata announces \(\d+, 64\)"
+    for read in (build_engine, resolve_model, lambda path: evaluate(Asked(str(path)))):
+        with pytest.raises(DamagedFile, match=said):
+            read(str(path))

@@ -16,7 +16,7 @@ from kvledger.cache.tiers import TierPlan
 from kvledger.data.devices import local_device
 from kvledger.data.host import host_memory
 from kvledger.engine import Engine
-from kvledger.errors import ConfigError
+from kvledger.errors import ConfigError, about_file
 from kvledger.plan.pool import PoolPlan, check_memory, local_pool
 from kvledger.plan.roofline import Roofline
 from kvledger.sched.scheduler import Scheduler
@@ -57,6 +57,17 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
     `progress` is told in words what is being done; without it, notes on the model are logged. Raises UnknownName,
     FetchError, DamagedFile, UnsupportedModel, DoesNotFit, ConfigError.
     """
+    say = progress or _say_nothing
+    path = _locate(str(model), say)
+    with about_file(path.name):
+        loaded = _load(path, config or EngineConfig(), say)
+    if progress is None:
+        for note in loaded.notes:
+            _LOG.warning("%s: %s", loaded.model.name, note)
+    return loaded
+
+
+def _load(path: Path, config: EngineConfig, say: Progress) -> Loaded:
     from kvledger.exec.block_store import BlockStore
     from kvledger.exec.cpu import CpuExecutor
     from kvledger.spec.from_gguf import model_from_gguf
@@ -64,8 +75,6 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
     from kvledger.text.tokenizer import Tokenizer
     from kvledger.weights.open import open_weights
 
-    config, say = config or EngineConfig(), progress or _say_nothing
-    path = _locate(str(model), say)
     gguf = open_weights(path, config.exec.quantise.upper())
     spec = model_from_gguf(gguf.metadata, gguf.facts, str(path))
     max_model_len = context_of(spec, config)
@@ -77,12 +86,9 @@ def build_engine(model: str | Path, config: EngineConfig | None = None, progress
     namespace = _fingerprint(gguf, pool, config)
     tiers = plan_tiers(spec, pool, config, namespace)
     store = BlockStore(tiers.num_host_slots, tiers.disk)
-    notes = _notes(gguf, config)
-    if progress is None:
-        for note in notes:
-            _LOG.warning("%s: %s", spec.name, note)
     executor = CpuExecutor(gguf, spec, pool.layout, pool.num_blocks, config.exec, _in_percent(say), store)
     engine = assemble(spec, pool, config, executor, namespace, tiers)
+    notes = _notes(gguf, config)
     return Loaded(engine, tokenizer, template, spec, pool, max_model_len, path, gguf.metadata, config, notes)
 
 

@@ -17,7 +17,8 @@ A message names the thing, the number and the nearest thing that works.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 MAX_LISTED = 12  # names that an error lists where none is near
 
@@ -77,6 +78,17 @@ class ContextTooLong(BadRequest):
 
 class EngineDead(KvledgerError):
     """The engine thread has ended."""
+
+
+@contextmanager
+def about_file(name: str) -> Iterator[None]:
+    """Whoever finds fault with a model's file need not know its name: it is put in front where it is missing."""
+    try:
+        yield
+    except (DamagedFile, UnsupportedModel) as error:
+        if str(error).startswith(name):
+            raise
+        raise type(error)(f"{name}: {error}") from error
 
 
 def nearest(name: str, known: Iterable[str], count: int = 5) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvledger.data import catalogue
 from kvledger.data.host import cache_dir
-from kvledger.errors import ConfigError, DamagedFile, FetchError, UnknownName
+from kvledger.errors import ConfigError, DamagedFile, FetchError, UnknownName, about_file
 from kvledger.spec.config_fields import read_config
 from kvledger.spec.from_config import load_config, model_from_config
 from kvledger.spec.from_gguf import model_from_gguf
@@ -87,8 +87,9 @@ def _exists(path: Path) -> bool:
 def _from_gguf(path: Path) -> ModelSpec:
     from kvledger.weights.gguf import read_header
 
-    header = read_header(path)
-    return model_from_gguf(header.metadata, header.facts, str(path))
+    with about_file(path.name):
+        header = read_header(path)
+        return model_from_gguf(header.metadata, header.facts, str(path))
 
 
 def _stored(name: str) -> Path | None:

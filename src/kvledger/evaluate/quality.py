@@ -17,7 +17,7 @@ from typing import get_args
 
 import numpy as np
 
-from kvledger.errors import ConfigError, UnsupportedModel
+from kvledger.errors import ConfigError, UnsupportedModel, about_file
 from kvledger.evaluate.contender import Contender, Ours, arithmetic_name
 from kvledger.evaluate.divergence import Divergence, Reference, Tally, log_softmax
 from kvledger.evaluate.peer import LlamaCpp, check_peer
@@ -165,10 +165,11 @@ def _prepare(asked: Asked, progress: Progress) -> _Job:
     path = resolve(asked.model)
     if asked.peer_python and not path.is_file():
         raise ConfigError(f"llama.cpp reads GGUF files; {path} is a folder")
-    weights = open_weights(path)
-    spec = model_from_gguf(weights.metadata, weights.facts, str(path))
+    with about_file(path.name):
+        weights = open_weights(path)
+        spec = model_from_gguf(weights.metadata, weights.facts, str(path))
+        tokenizer = Tokenizer.from_metadata(weights.metadata)
     kv_dtypes, window = _kv_dtypes(asked, spec), _window(asked, spec)
-    tokenizer = Tokenizer.from_metadata(weights.metadata)
     text = read_text(asked.text, max(asked.num_tokens, *(asked.contexts or CONTEXTS)))
     token_ids = tokenizer.encode(text, parse_special=False)
     prefix = begin_of_text(tokenizer)
