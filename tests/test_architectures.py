@@ -35,6 +35,7 @@ def run(weights, name, kv_dtype, activations, ids=None):
     tables = tuple(list(range(g * per_group, (g + 1) * per_group)) for g in range(len(layout.groups)))
     executor = CpuExecutor(weights, spec, layout, per_group * len(tables), ExecConfig(1, activations))
     params = SamplingParams(prompt_logprobs=0, max_tokens=1)
+    assert executor.unread == ()
     seq = Sequence(0, name, ids, len(ids), params, len(ids) + 1, tables=tables)
     try:
         return executor.logits(Step((Chunk(seq, 0, len(ids), True),)))

@@ -1,6 +1,7 @@
 """Packed weights: which types of GGUF come through without loss, what the others cost, and that files of both run."""
 
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -137,6 +138,27 @@ def test_a_mixed_file_answers_and_says_what_it_converts(tmp_path, caplog):
     with LLM(str(path), kv_memory="1MiB", num_threads=1, progress=lambda text: None) as llm:
         assert llm.loaded.notes == (told,)
     assert not caplog.text, "whoever listens to progress shows the notes"
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["blk.0.ffn_up.bias"], "1 tensor of the file, .*: blk.0.ffn_up.bias$"),
+        ([f"blk.{i}.ffn_{part}.bias" for i in (0, 1) for part in ("gate", "up")] + ["position_embd.weight"],
+         r"5 tensors of the file, .*: blk\.0\.ffn_gate\.bias, .*, blk\.1\.ffn_gate\.bias and 2 more$"),
+        (["rope_freqs.weight", "blk.0.attn_rot_embd.weight", "blk.1.attn.rotary_emb.inv_freq", "cls.weight"], None),
+        (["blk.2.attn_q.weight", "blk.2.nextn.eh_proj.weight"], None),  # a layer beyond the two: drafts
+    ],
+)  # fmt: skip
+def test_tensors_that_nothing_reads_are_told(tmp_path, extra, said):
+    weights = mixed("Q4_K", "Q4_K")
+    tensors = {t.name: (t.shape, t.ggml_type, t.data.tobytes()) for t in weights.tensors.values()}
+    tensors |= {name: ((32,), "F32", np.ones(32, np.float32).tobytes()) for name in extra}
+    path = write(tmp_path / "m.gguf", weights.metadata | byte_tokenizer(256), tensors)
+    with LLM(str(path), kv_memory="1MiB", num_threads=1, progress=lambda text: None) as llm:
+        notes = llm.loaded.notes
+    assert len(notes) == (said is not None)
+    assert said is None or re.search(f"answers may be wrong: {said}", notes[0]), notes
 
 
 def test_what_is_requantised():

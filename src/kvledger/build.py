@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvledger.weights.open import WeightsFile
 
 Progress = Callable[[str], None]
+_LISTED = 3  # tensors that a note names
 _LOG = logging.getLogger("kvledger")
 
 
@@ -88,7 +89,7 @@ def _load(path: Path, config: EngineConfig, say: Progress) -> Loaded:
     store = BlockStore(tiers.num_host_slots, tiers.disk)
     executor = CpuExecutor(gguf, spec, pool.layout, pool.num_blocks, config.exec, _in_percent(say), store)
     engine = assemble(spec, pool, config, executor, namespace, tiers)
-    notes = _notes(gguf, config)
+    notes = (*_notes(gguf, config), *_unread(executor.unread))
     return Loaded(engine, tokenizer, template, spec, pool, max_model_len, path, gguf.metadata, config, notes)
 
 
@@ -151,6 +152,14 @@ def _notes(weights: WeightsFile, config: EngineConfig) -> tuple[str, ...]:
     kept = "float32" if config.exec.activations == "fp32" else "8 bits"
     tensors = ", ".join(f"{count} of {kind}" for kind, count in found.items())
     return (f"matrices are dequantised and kept in {kept}, no kernel reads their type: {tensors}",)
+
+
+def _unread(names: Sequence[str]) -> Iterator[str]:
+    """What the file has and the program does not compute with."""
+    if names:
+        listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+        tensors = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+        yield f"answers may be wrong: {tensors} of the file, unknown for this architecture, not computed with: {listed}"
 
 
 def _locate(name: str, say: Progress) -> Path:

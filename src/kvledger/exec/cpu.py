@@ -24,6 +24,7 @@ from kvledger.kernels.packed import aligned_zeros
 from kvledger.kernels.team import Team, num_cpus
 from kvledger.kernels.warmup import common_kernels, warmup
 from kvledger.model.decoder import HEAD_ROWS, build
+from kvledger.model.limits import unexplained
 from kvledger.model.linear import MAX_ROWS
 from kvledger.model.registry import read_decoder
 from kvledger.sched.step import Chunk, Sample, Step, StepResult
@@ -46,7 +47,8 @@ class CpuExecutor:
     """Runs steps of `spec` over a pool of `num_blocks` blocks of `layout`.
 
     `weights`: an open model file or its path. Raises UnsupportedModel, DamagedFile. `progress` is told the share of
-    tensors packed. One step at a time; the GIL is free while kernels run.
+    tensors packed. One step at a time; the GIL is free while kernels run. `unread`: tensors of the file that no op
+    reads and without which the answers may be wrong.
     """
 
     def __init__(self, weights: WeightsFile | str | Path, spec: ModelSpec, layout: KVLayout, num_blocks: int,
@@ -61,6 +63,7 @@ class CpuExecutor:
         # the first half of the progress is compiling, which after the first start takes no time
         warmup(common_kernels(mode), lambda share: progress(share / 2))
         self.model = build(decoder, gguf.tensors, layout, mode, positions, lambda share: progress((1 + share) / 2))
+        self.unread = unexplained(self.model.unread, decoder.num_layers)
         self._pool = aligned_zeros(num_blocks * layout.block_bytes + _PAD_BYTES)
         self._blocks = self._pool[: num_blocks * layout.block_bytes].reshape(layout.pool_shape(num_blocks))
         self._team = Team(config.num_threads or num_cpus())

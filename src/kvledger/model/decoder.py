@@ -79,6 +79,7 @@ class Model:
     logits: Array
     scratch_bytes: int
     weight_bytes: int
+    unread: tuple[str, ...]  # tensors of the file that no op reads
     keep: list[object] = field(default_factory=list)
 
 
@@ -139,6 +140,7 @@ class _Builder:
             logits,
             -(-scratch // 64) * 64,
             w.bytes,
+            w.unread,
             keep,
         )
 

@@ -6,7 +6,8 @@ layers alike, whole vectors and groups of channels, sizes known. A model beyond 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import re
+from collections.abc import Container, Iterable, Iterator
 
 from kvledger.errors import DamagedFile, UnsupportedModel
 from kvledger.kernels.packed import GROUP
@@ -24,6 +25,11 @@ _EXPERT_PARTS = ("ffn_norm", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ff
 _NORMED = ("attn_q_norm.weight", "attn_k_norm.weight")
 _NEEDED = {"qwen2": ("attn_q.bias",), "qwen3": _NORMED, "qwen3moe": _NORMED, "gemma3": _NORMED}
 _GATING = (0, 1, 2)  # not said, softmax, sigmoid
+# Frequencies of rope (from the metadata, or read with it), MLA's kv_b beside its two halves, heads of classifiers
+_NEEDLESS = re.compile(
+    r"rope_freqs\.weight|(blk\.\d+\.)?.*(attn_rot_embd|inv_freq).*|blk\.\d+\.attn_kv_b\.weight|cls\..+"
+)
+_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 def check(facts: Facts, spec: ModelSpec, d: Decoder, names: Container[str]) -> None:
@@ -116,3 +122,12 @@ def _check_cache(layer: int, cache: CacheSpec | None, d: Decoder) -> None:
         raise UnsupportedModel(
             f"layer {layer} keeps heads and channels {kept}; computed here are {computed} in all layers"
         )
+
+
+def unexplained(unread: Iterable[str], num_layers: int) -> tuple[str, ...]:
+    """Of the tensors that no op reads those without which the answers may be wrong.
+
+    Layers beyond the model's are drafts of tokens further on (DeepSeek-V3).
+    """
+    layers = ((name, _LAYER.match(name)) for name in unread if not _NEEDLESS.fullmatch(name))
+    return tuple(name for name, layer in layers if layer is None or int(layer[1]) < num_layers)

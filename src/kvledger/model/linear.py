@@ -30,18 +30,23 @@ class Weights:
         self.keep: list[object] = []
         self.bytes = 0
         self.scratch = mm.PANEL_BYTES
-        self._done = 0
+        self._read: set[str] = set()
 
     def find(self, name: str) -> Tensor:
         """The tensor as stored."""
         if name not in self._tensors:
             raise DamagedFile(f"there is no tensor {name!r}")
-        self._done += 1
-        self._progress(min(1.0, self._done / len(self._tensors)))
+        self._read.add(name)
+        self._progress(len(self._read) / len(self._tensors))
         return self._tensors[name]
 
     def has(self, name: str) -> bool:
         return name in self._tensors
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Names that nobody has asked for, in the file's order."""
+        return tuple(name for name in self._tensors if name not in self._read)
 
     def matrix(self, *names: str, rows: Sequence[Array | None] | None = None) -> pk.PackedMatrix:
         """Matrices of equal input size, stacked; `rows[i]` reorders the outputs of the i-th."""
