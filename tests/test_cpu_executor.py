@@ -1,10 +1,16 @@
-"""The CPU executor on tiny random models: pool, copies, tiers, logits, prompt logprobs, refusals."""
+"""The CPU executor on tiny random models: pool, copies, tiers, logits, prompt logprobs, refusals; where kernels lie."""
+
+import os
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from kvledger.errors import ConfigError, DamagedFile, UnsupportedModel
 from kvledger.exec.cpu import MODES, CpuExecutor
+from kvledger.kernels import jit
 from kvledger.sched.sequence import Sequence
 from kvledger.sched.step import Chunk, Step
 from kvledger.spec.config import ExecConfig
@@ -196,3 +202,38 @@ def test_refusals_name_what_is_missing():
 
 def test_every_mode_of_the_configuration_is_computed():
     assert set(MODES) == {"auto", "int8", "int8x2", "fp32"}
+
+
+@pytest.mark.parametrize("what", ["not a folder", "not writable", "full"])
+def test_where_compiled_kernels_cannot_be_kept_that_is_said_with_folder_and_reason(tmp_path, monkeypatch, caplog, what):
+    base, usage = tmp_path / "base", shutil.disk_usage(tmp_path)
+    if what == "not a folder":
+        base.write_text("a file")
+    elif what == "not writable":
+        monkeypatch.setattr(jit.os, "access", lambda path, mode: False)
+    else:
+        monkeypatch.setattr(jit.shutil, "disk_usage", lambda path: usage._replace(free=3 << 20))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(base))
+    with caplog.at_level("WARNING", "kvledger"):
+        assert jit.cache_folder.__wrapped__() is None
+    why = {"not a folder": "Not a directory", "full": "3.00 MiB of disk are free, 16.00 MiB are needed"}.get(what, what)
+    assert f"kernels are compiled at every start: {base}" in caplog.text
+    assert why in caplog.text
+
+
+def test_kernels_work_where_they_cannot_be_kept_and_it_is_said_once(tmp_path):
+    code = """
+import numpy as np
+from kvledger.kernels import simd
+from kvledger.kernels.jit import Kernel, cached_njit
+from kvledger.kernels.team import Team, empty_program
+kernel = Kernel("put", lambda op, ctx, thread: simd.put_f32(simd.get_i64(op + 8), np.float32(7)))
+number = np.zeros(1, np.float32)
+Team(1).run(empty_program([[kernel.address, number.ctypes.data]]), np.zeros(64, np.int64))
+print(number[0], cached_njit(lambda x: x + 1)(1))
+"""
+    (tmp_path / "file").touch()
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "file")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout == "7.0 2\n", done.stderr
+    assert done.stderr.count("kernels are compiled at every start") == len(done.stderr.splitlines()) == 1

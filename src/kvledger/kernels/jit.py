@@ -8,11 +8,11 @@ several files, so the cache folder is named by a hash of all of them and of the 
 
 from __future__ import annotations
 
-import atexit
+import errno
 import hashlib
+import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -26,7 +26,9 @@ from numba.core import types
 
 from kvledger.data.host import cache_dir
 from kvledger.kernels.isa import ISA
+from kvledger.units import format_bytes
 
+_LOG = logging.getLogger("kvledger")
 numba_config: Any = numba.config
 SIGNATURE = types.void(types.int64, types.int64, types.int64)
 _ROOM_BYTES = 16 << 20  # what is compiled for one model takes about 5 MB
@@ -34,39 +36,49 @@ OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
 
 
 @cache
-def cache_folder() -> Path:
-    """Where compiled code is kept: under $NUMBA_CACHE_DIR or the user's cache folder, or a temporary one."""
+def cache_folder() -> Path | None:
+    """Where compiled code is kept: under $NUMBA_CACHE_DIR or the user's cache folder. None: nowhere, which is said."""
     digest = hashlib.sha256(f"{numba.__version__} {ISA}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     base = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_dir() / "compiled")
     folder = base / digest.hexdigest()[:16]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= _ROOM_BYTES:
-            return folder
-    except OSError:
-        pass  # a read-only home or a full disk: compile again in every process
-    folder = Path(tempfile.mkdtemp(prefix="kvledger-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _check_usable(folder)
+    except OSError as error:  # a read-only home or a full disk
+        hint = "$NUMBA_CACHE_DIR may name another folder"
+        _LOG.warning("kernels are compiled at every start: %s cannot keep them (%s); %s", folder, error.strerror, hint)
+        return None
     return folder
 
 
+def _check_usable(folder: Path) -> None:
+    """Makes the folder. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, "it is not writable")
+    if (free := shutil.disk_usage(folder).free) < _ROOM_BYTES:
+        raise OSError(errno.ENOSPC, f"{format_bytes(free)} of disk are free, {format_bytes(_ROOM_BYTES)} are needed")
+
+
 @contextmanager
-def _cache_here() -> Iterator[None]:
-    """Numba reads its cache folder when a function is decorated; others' functions are left alone."""
-    before = numba_config.CACHE_DIR
-    numba_config.CACHE_DIR = str(cache_folder())
+def _cache_here() -> Iterator[bool]:
+    """Numba reads its cache folder when a function is decorated; others' functions are left alone.
+
+    Gives whether there is a folder.
+    """
+    before, folder = numba_config.CACHE_DIR, cache_folder()
+    numba_config.CACHE_DIR = str(folder or "")
     try:
-        yield
+        yield folder is not None
     finally:
         numba_config.CACHE_DIR = before
 
 
 def cached_njit(function: Callable[..., Any]) -> Any:
     """`numba.njit` without the GIL, cached in our folder."""
-    with _cache_here():
-        return njit(nogil=True, cache=True, **OPTIONS)(function)
+    with _cache_here() as is_kept:
+        return njit(nogil=True, cache=is_kept, **OPTIONS)(function)
 
 
 def inline(function: Callable[..., Any]) -> Any:
@@ -103,6 +115,6 @@ class Kernel:
     def address(self) -> int:
         """Where the machine code lies; valid for the life of the process."""
         if self._compiled is None:
-            with _cache_here():
-                self._compiled = cfunc(SIGNATURE, cache=True, **OPTIONS)(self._function)
+            with _cache_here() as is_kept:
+                self._compiled = cfunc(SIGNATURE, cache=is_kept, **OPTIONS)(self._function)
         return int(self._compiled.address)
