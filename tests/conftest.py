@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -247,6 +248,14 @@ def running(
             server.should_exit = True
             thread.join(15)
             assert not thread.is_alive(), "the server did not stop"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_blocks_left_behind() -> Iterator[None]:
+    """A test that keeps blocks on disk keeps them in a folder of its own."""
+    here = Path.cwd()
+    yield
+    assert not list(here.glob("blocks-*.kv"))
 
 
 @pytest.fixture(scope="module")

@@ -292,7 +292,7 @@ def test_options_of_the_wrong_type(option):
     "option",
     [{"seed": [1]}, {"seed": "a"}, {"seed": True}, {"progress": 5}, {"model": None}, {"model": b"x"}, {"disk_dir": 5},
      {"prefix_caching": "no"}, {"chunked_prefill": None}, {"swap_bytes": None}, {"growth_tokens": None},
-     {"max_num_seqs": None}, {"disk_bytes": -1}],
+     {"max_num_seqs": None}, {"disk_bytes": -1}, {"disk_dir": ""}, {"disk_dir": " "}],
     ids=str,
 )  # fmt: skip
 def test_arguments_of_the_wrong_type_are_refused_before_anything_is_loaded(option, monkeypatch):

@@ -1,6 +1,7 @@
 """Beyond the pool: swapped sequences and prefixes on disk, with real bytes in the CPU executor."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -209,6 +210,29 @@ def test_swapping_on_the_cpu_changes_no_text(path):
         assert [o.outputs for o in tight.generate(prompts, GREEDY)] == expected
         assert tight.metrics.totals.num_preemptions > 0
         assert tight.metrics.totals.num_recomputed_tokens == 0
+
+
+def test_a_relative_folder_is_the_one_of_the_start(path, tmp_path, monkeypatch):
+    prompt = "a long prompt, and the same one from elsewhere " * 4
+    (tmp_path / "work").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    for folder in ("../kv", "."):
+        with LLM(path, kv_memory="1MiB", disk_dir=folder, disk_bytes=1 << 20) as llm:
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            llm.generate(prompt, GREEDY)
+        monkeypatch.chdir(tmp_path / "work")
+        (file,) = Path(folder).glob("blocks-*.kv")
+        assert file.stat().st_size > 0
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("folder", ["~nobody-of-that-name/kv", "a\0b"])
+def test_a_folder_that_cannot_be_is_told(path, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~nobody-of-that-name").touch()
+    with pytest.raises(ConfigError, match="cannot hold the KV tier"):
+        LLM(path, kv_memory="1MiB", disk_dir=folder, disk_bytes=1 << 20)
 
 
 def test_a_prompt_is_found_on_disk_after_a_restart(path, tmp_path):

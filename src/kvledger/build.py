@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,8 @@ def plan_tiers(spec: ModelSpec, pool: PoolPlan, config: EngineConfig, namespace:
     if cache.disk_dir is not None:
         from kvledger.cache.disk import DiskTier
 
-        disk = DiskTier(Path(cache.disk_dir).expanduser(), cache.disk_bytes, pool.layout.block_bytes, namespace)
+        folder = Path(os.path.expanduser(cache.disk_dir))  # a user who is not there stays as written
+        disk = DiskTier(folder, cache.disk_bytes, pool.layout.block_bytes, namespace)
     return TierPlan(pool.layout.blocks_in(cache.swap_bytes), disk, prefers_swap)
 
 

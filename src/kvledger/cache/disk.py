@@ -158,8 +158,9 @@ def _open_locked(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"{path.parent} cannot hold the KV tier: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path.parent} cannot hold the KV tier: {why}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -40,7 +40,7 @@ class CacheConfig:
         check_block_size(computed_storage(self.kv_dtype), self.tokens_per_block)
         if self.kv_memory_bytes is not None and self.kv_memory_bytes <= 0:
             raise ConfigError(f"KV memory must be positive, got {self.kv_memory_bytes} bytes")
-        if self.disk_dir is not None and (not isinstance(self.disk_dir, str) or not self.disk_dir):
+        if self.disk_dir is not None and (not isinstance(self.disk_dir, str) or not self.disk_dir.strip()):
             raise ConfigError(f"disk_dir is the path of a folder, not {self.disk_dir!r}")
         if self.disk_dir is not None and not self.prefix_caching:
             raise ConfigError("a disk tier keeps prefix blocks: it needs the prefix cache, which is off")
