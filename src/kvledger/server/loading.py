@@ -13,6 +13,7 @@ from kvledger.build import Loaded, build_engine
 from kvledger.cache.tiers import Tiers
 from kvledger.data.devices import local_device
 from kvledger.engine import Engine
+from kvledger.errors import ConfigError
 from kvledger.plan.pool import PoolPlan, weights_in_memory
 from kvledger.plan.roofline import Roofline
 from kvledger.sched.sequence import Request
@@ -40,7 +41,12 @@ def make_loader(
     defaults: Mapping[str, float] | None = None,
     announce: Callable[[Loaded, Served], None] = lambda loaded, served: None,
 ) -> Loader:
-    """A loader for `ServerState`. `defaults` are sampling values that go before the model's own recommendation."""
+    """A loader for `ServerState`. `defaults` are sampling values that go before the model's own recommendation.
+
+    Raises ConfigError for a name that nobody could ask for.
+    """
+    if not all(name.strip() for name in names):
+        raise ConfigError("a name that the model answers to is empty")
 
     def load(progress: Progress) -> tuple[Served, Engine]:
         loaded = build_engine(model, config, progress)

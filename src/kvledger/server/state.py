@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from kvledger.server.prometheus import Metrics
 from kvledger.server.served import Served
 
 MIB = 1 << 20
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # no path, no slash at the end
 Progress = Callable[[str], None]
 Loader = Callable[[Progress], tuple[Served, Engine]]  # slow: fetches, reads, compiles; tells how far it is
 
@@ -41,6 +43,12 @@ class Settings:
             raise ConfigError(f"the largest request body must have at least 1 byte, got {self.max_body_bytes}")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ConfigError(f"a request must be given some time, got {self.request_timeout_s:g} s")
+        for key in self.api_keys:  # never shown
+            if not key or key.strip() != key or not (key.isascii() and key.isprintable()):
+                raise ConfigError("an API key is empty, or has more than printable ASCII without spaces around it")
+        for origin in self.allow_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"{origin!r} is not an origin as browsers send it; write https://host:port or *")
 
 
 @dataclass(slots=True)
