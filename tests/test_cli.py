@@ -121,6 +121,13 @@ def test_port_in_use_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
     assert time.monotonic() - began < 20
 
 
+def test_what_stdout_cannot_encode_is_no_traceback(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = kvledger("plan", "smollm2-135m")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "135M, bf16 weights, on 1 ? local" in done.stdout
+
+
 def test_unknown_command_and_option_are_usage_errors():
     assert kvledger("nope").returncode == 2
     assert kvledger("serve", "--nope").returncode == 2

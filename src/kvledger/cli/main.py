@@ -92,6 +92,8 @@ def _root(
 def main(args: list[str] | None = None) -> None:
     """Entry point of `kvledger`. Leaves through SystemExit with the code that the module's docstring tells."""
     argv = sys.argv[1:] if args is None else args
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal's encoding cannot
     sys.exit(_run(argv, debug="--debug" in argv or bool(os.environ.get("KVLEDGER_DEBUG"))))
 
 
