@@ -215,7 +215,8 @@ def test_what_no_model_could_answer_is_refused_at_once(asked, said):
         ({"contexts": (200, -4)}, "a context of -4 tokens hides nothing: fact and question take"),
         ({"contexts": (20,)}, "a context of 20 tokens hides nothing"),
         ({"peer_python": Path("absent")}, "--peer-python absent cannot be run"),
-        ({"peer_python": Path(sys.executable)}, "No module named 'llama_cpp'"),
+        ({"peer_python": Path("/bin/false")}, "--peer-python /bin/false cannot load .*: it ended without a word"),
+        ({"peer_python": Path(sys.executable)}, "cannot load llama-cpp-python: .*No module named 'llama_cpp'"),
     ],
 )
 def test_what_this_model_cannot_answer_is_refused_before_weights_are_read(model, monkeypatch, asked, said):

@@ -27,7 +27,7 @@ def engine(
     model: ModelName = "smollm2",
     batch: Annotated[int, typer.Option(min=1, help="Sequences that run together.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = 128,
-    output: Annotated[int, typer.Option(min=1, help="Tokens that each writes.")] = 64,
+    output: Annotated[int, typer.Option(min=2, help="Tokens that each writes, the first at the end of prefill.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Runs; the median counts.")] = 3,
     kv_dtype: KvDtype = "bf16",
     block_size: BlockSize = None,
@@ -72,12 +72,16 @@ def lesson(
 ) -> None:
     """The lesson's claims, counted by the scheduler and measured on this machine."""
     from kvledger.bench.lesson import count_lesson, measure_lesson
+    from kvledger.weights.store import resolve
 
+    pool_bytes = parse_bytes(kv_memory)
+    if measure:
+        resolve(model)
     say("counting and simulating: about a minute")
     result = count_lesson(requests)
     if measure:
         say("measuring on this machine")
-        result = measure_lesson(result, model, parse_bytes(kv_memory))
+        result = measure_lesson(result, model, pool_bytes)
     if as_json:
         emit_json(result.as_json())
     else:

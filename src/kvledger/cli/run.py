@@ -89,6 +89,8 @@ def run(
     text = prompt if prompt is not None else sys.stdin.read()
     if not text.strip():
         raise ConfigError("the prompt is empty: give it as an argument or on stdin")
+    if raw and system:
+        raise ConfigError("--system is a message of a conversation, and --raw continues the prompt without one")
     asked = Asked(max_tokens, temperature, top_p, seed)
     with open_llm(model, kv_memory, threads, quantise, kv_dtype, activations) as llm:
         messages = [{"role": "system", "content": system}] if system else []
@@ -114,5 +116,7 @@ def write_stream(llm: LLM, prompt: Any, params: Any) -> list[float]:
 def _say_stats(started_s: float, times: list[float]) -> None:
     if not times:
         return
-    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
-    say(f"first text after {format_seconds(times[0] - started_s)}, then {rate:.1f} pieces of text per second")
+    first = f"first text after {format_seconds(times[0] - started_s)}"
+    if len(times) > 1:
+        first += f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} pieces of text per second"
+    say(first)

@@ -25,17 +25,16 @@ def check_peer(python: Path) -> None:
     except OSError as error:
         raise _cannot_run(python, error) from error
     if done.returncode:
-        raise _ended(done.stderr)
+        raise ConfigError(f"--peer-python {python} cannot load llama-cpp-python: {_last_words(done.stderr)}")
 
 
 def _cannot_run(python: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--peer-python {python} cannot be run: {error.strerror}")
 
 
-def _ended(said: bytes) -> ConfigError:
-    """With the last line that the process said."""
+def _last_words(said: bytes) -> str:
     lines = said.decode(errors="replace").strip().splitlines()
-    return ConfigError(f"llama.cpp has ended: {lines[-1] if lines else 'without a word'}")
+    return lines[-1] if lines else "it ended without a word"
 
 
 class LlamaCpp:
@@ -91,6 +90,6 @@ class LlamaCpp:
     def _failed(self) -> ConfigError:
         self._process.wait()
         self._errors.seek(0)
-        failure = _ended(self._errors.read())
+        said = _last_words(self._errors.read())
         self.close()
-        return failure
+        return ConfigError(f"llama.cpp has ended: {said}")
