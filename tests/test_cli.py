@@ -131,6 +131,23 @@ def test_what_stdout_cannot_encode_is_no_traceback(monkeypatch):
     assert "135M, bf16 weights, on 1 ? local" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("shell", "code", "said"),
+    [
+        ("models list --json >/dev/full", 1, "error: the output cannot be written: No space left on device"),
+        ("plan smollm2-135m >&-", 0, ""),
+        ("run smollm2 <&-", 1, "error: the prompt is empty: give it as an argument or on stdin"),
+    ],
+)
+def test_streams_that_are_full_or_closed(shell, code, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLEDGER_CACHE", str(tmp_path))
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    done = subprocess.run(
+        f"{sys.executable} -m kvledger {shell}", shell=True, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr.strip()) == (code, said)
+
+
 def test_unknown_command_and_option_are_usage_errors():
     assert kvledger("nope").returncode == 2
     assert kvledger("serve", "--nope").returncode == 2

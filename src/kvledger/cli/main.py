@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 an error told in one line, 2 wrong usage, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -16,6 +17,7 @@ from typer.core import TyperGroup
 
 from kvledger.errors import KvledgerError
 
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # name → (module, what help says). A module offers `app`, a Typer of one command or of several.
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("kvledger.cli.serve", "Serve a model on this machine with an OpenAI-compatible API."),
@@ -92,20 +94,35 @@ def _root(
 def main(args: list[str] | None = None) -> None:
     """Entry point of `kvledger`. Leaves through SystemExit with the code that the module's docstring tells."""
     argv = sys.argv[1:] if args is None else args
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal's encoding cannot
+    _prepare_streams()
     sys.exit(_run(argv, debug="--debug" in argv or bool(os.environ.get("KVLEDGER_DEBUG"))))
+
+
+def _prepare_streams() -> None:
+    """Python has None for what a shell has closed; and a model may write what a terminal's encoding does not have."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for the life of the process)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _run(argv: list[str], debug: bool) -> int:
     try:
         result = app(args=[a for a in argv if a != "--debug"], prog_name="kvledger", standalone_mode=False)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except KvledgerError as error:
         if debug:
             raise
         sys.stderr.write(f"error: {error}\n")
+        return 1
+    except OSError as error:
+        if debug or error.errno not in _DISK_FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be written fails, too
+        sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
         return 1
     except Exception as error:
         return _usage(error)
