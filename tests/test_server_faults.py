@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -445,6 +446,20 @@ def test_a_client_that_does_not_read_is_left(process):
         started.send_signal(signal.SIGTERM)
         assert started.wait(5) == 0
     assert "Traceback" not in started.stderr.read().decode()
+
+
+def test_ready_is_told_when_requests_are_answered():
+    """Whoever reads the line that names the address asks at once."""
+    answers, url = [], []
+
+    def load(progress):
+        served, engine = scripted(Script(), tiny_pool())(progress)
+        return replace(served, on_ready=lambda: answers.append(httpx.get(f"{url[0]}/v1/models").status_code)), engine
+
+    with running(load=lambda progress: (until(lambda: url), load(progress))[1], wait=False) as found:
+        url.append(found.url)
+        until(lambda: answers)
+    assert answers == [200]
 
 
 LOADING = """

@@ -61,7 +61,8 @@ class _Open:
 class EngineThread:
     """Runs `build()` and then the engine it returns.
 
-    `on_end` is called in the loop's thread once, when the thread has ended for good, with the error or None.
+    `on_ready` is called in this thread when the engine begins to answer; `on_end` in the loop's thread once, when the
+    thread has ended for good, with the error or None.
     """
 
     def __init__(
@@ -71,10 +72,11 @@ class EngineThread:
         max_queue: int | None = None,
         max_num_seqs: int = 64,
         restart: bool = False,
+        on_ready: Callable[[], None] = lambda: None,
         on_end: Callable[[BaseException | None], None] = lambda error: None,
     ) -> None:
         self._build, self._max_queue, self._max_num_seqs, self._restart = build, max_queue, max_num_seqs, restart
-        self._on_end = on_end
+        self._on_ready, self._on_end = on_ready, on_end
         self.listeners: list[Listener] = []
         self.state, self.reason = State.LOADING, "starting"
         self.num_restarts = 0
@@ -238,6 +240,7 @@ class EngineThread:
         self.engine = engine
         try:
             self.state, self.reason = State.READY, ""
+            self._on_ready()
             is_idle = True
             while not self._stopping:
                 self._obey(engine, IDLE_S if is_idle and engine.has_work else None)

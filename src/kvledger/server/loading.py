@@ -6,6 +6,7 @@ Runs in the engine's thread and may take long the first time (download, compilat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,7 @@ def make_loader(
             served = _with_defaults(served, defaults)
         progress("warming up: the first step may compile for a minute or two")
         warm_up(loaded.engine)
-        announce(loaded, served)
-        return served, loaded.engine
+        return replace(served, on_ready=lambda: announce(loaded, served)), loaded.engine
 
     return load
 
@@ -96,8 +96,6 @@ def cost_of_steps(model: ModelSpec, layout: KVLayout) -> StepCosts:
 
 
 def _with_defaults(served: Served, defaults: Mapping[str, float]) -> Served:
-    from dataclasses import replace
-
     return replace(served, defaults={**served.defaults, **defaults})
 
 

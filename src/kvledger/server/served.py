@@ -19,6 +19,7 @@ class Served:
 
     `render` makes a prompt of chat messages (keywords as in Hugging Face
     templates) and raises BadRequest when the template refuses; `knows_tools` says whether the template lists tools.
+    `on_ready` is called in the engine's thread once requests are answered.
     `compile_constraint` takes a kind (json, json_object, regex, choice, grammar) and what it must match.
     """
 
@@ -34,6 +35,7 @@ class Served:
     cache_info: Mapping[str, object] = field(default_factory=dict)
     step_cost: StepCosts = lambda shape: (0.0, 0.0, 0.0)
     books: Callable[[Any], dict[str, Any]] = lambda engine: {}
+    on_ready: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:

@@ -69,8 +69,9 @@ class ServerState:
         s = self.settings
         self.log = (lambda event, **fields: None) if s.quiet else make_log(s.log_json)
         self.link = EngineThread(
-            self._build, max_queue=s.max_queue, max_num_seqs=s.max_num_seqs, restart=s.restart, on_end=self.on_end
-        )
+            self._build, max_queue=s.max_queue, max_num_seqs=s.max_num_seqs, restart=s.restart,
+            on_ready=self._ready, on_end=self.on_end,
+        )  # fmt: skip
         self.link.listeners.append(self)
 
     def _build(self, progress: Progress) -> Engine:
@@ -80,6 +81,11 @@ class ServerState:
             self._observer = Observer(Metrics(served.name, served.max_model_len, served.cache_info), served.step_cost)
         self._served = served
         return engine
+
+    def _ready(self) -> None:
+        """Runs in the engine's thread."""
+        if self._served is not None:
+            self._served.on_ready()
 
     def stepped(self, report: StepReport, events: Sequence[Event]) -> None:
         """Passed on to the metrics."""
