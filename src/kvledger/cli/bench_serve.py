@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import subprocess
 import sys
 import urllib.request
@@ -31,10 +32,10 @@ def bench_serve(
     model: str = typer.Option("smollm2", help="Model of the server that is started."),
     workload: str = typer.Option("128/32", help="PROMPT/OUTPUT in tokens, or a named distribution (sharegpt, …)."),
     trace: Path = typer.Option(None, help="CSV of TIMESTAMP, ContextTokens, GeneratedTokens instead of a workload."),
-    speed: float = typer.Option(1.0, help="Play the trace this many times faster."),
-    rate: float = typer.Option(0.0, help="Requests per second, Poisson; 0 sends all at once."),
-    concurrency: int = typer.Option(None, help="Closed loop instead: so many clients, each after its last answer."),
-    requests: int = typer.Option(100, help="How many requests."),
+    speed: float = typer.Option(1.0, min=1e-6, help="Play the trace this many times faster."),
+    rate: float = typer.Option(0.0, min=0, help="Requests per second, Poisson; 0 sends all at once."),
+    concurrency: int = typer.Option(None, min=1, help="Closed loop instead: clients that ask when answered."),
+    requests: int = typer.Option(100, min=1, help="How many requests."),
     seed: int = typer.Option(0, help="Of arrivals, lengths and prompts."),
     slo_ttft: str = typer.Option("", help="Goodput counts requests with a first token within this, as 500ms."),
     slo_tpot: str = typer.Option("", help="… and this mean time per token."),
@@ -48,8 +49,9 @@ def bench_serve(
     """Measure a server from outside: TTFT, TPOT, ITL, E2E percentiles and goodput."""
     from kvledger.bench.serve import Slo, Target, drive, summarise
 
+    _check_source(workload, trace)
     slo = Slo(*(parse_seconds(text) if text else None for text in (slo_ttft, slo_tpot, slo_e2e)))
-    with nullcontext(url) if url else started_server(model, server_options.split()) as address:
+    with nullcontext(url.rstrip("/")) if url else started_server(model, _words(server_options)) as address:
         card = model_card(address, api_key)
         target = Target.of(address, model=card["id"], api_key=api_key or None, as_text=as_text, ban_ids=tuple(ban))
         arrivals = _arrivals(workload, trace, speed, rate, requests, seed, card.get("max_model_len") or 2048)
@@ -59,6 +61,24 @@ def bench_serve(
         emit_json(found.as_json())
     else:
         show(found, slo != Slo())
+
+
+def _check_source(workload: str, trace: Path | None) -> None:
+    """Before a server is started. Raises ConfigError, UnknownName."""
+    from kvledger.plan.workload import find_workload
+
+    if trace is None:
+        find_workload(workload)
+    elif not trace.is_file():
+        raise ConfigError(f"there is no file {trace}")
+
+
+def _words(options: str) -> list[str]:
+    """As a shell would split them."""
+    try:
+        return shlex.split(options)
+    except ValueError as error:
+        raise ConfigError(f"--server-options {options!r} cannot be split into words: {error}") from error
 
 
 def _arrivals(
