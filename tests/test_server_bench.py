@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 import time
 
 import pytest
 
 from conftest import Script, running, tiny_pool
 from kvledger.bench.serve import Outcome, Slo, Target, drive, read_events, read_trace, summarise
+from kvledger.cli.main import main
 from kvledger.errors import ConfigError
 from kvledger.plan.workload import find_workload
 from kvledger.server.state import Settings
@@ -85,8 +87,31 @@ def test_prompts_as_words():
 def test_nobody_there():
     found = summarise(asyncio.run(drive(Target("127.0.0.1", 9), arrivals(2, 0.0))), Slo())
     assert (found.num_failed, found.num_complete) == (2, 0)
+    assert found.first_failure.startswith("ConnectionRefusedError: ")
     with pytest.raises(ConfigError):
         Target.of("ftp://x")
+
+
+def test_the_first_failure_is_told_and_that_nothing_was_measured(capsys):
+    with running(pool=tiny_pool(512)) as served, pytest.raises(SystemExit) as end:
+        main(["bench", "serve", "--url", served.url + "/", "--requests", "2", "--workload", "9/2", "--ban", "-1"])
+    out, err = capsys.readouterr()
+    assert end.value.code == 1
+    assert "2 sent, 0 complete, 0 refused, 2 failed" in out
+    assert "TTFT" not in out
+    assert re.search(r"first failure: HTTP 400: .*token -1 is not in the vocabulary", err)
+
+
+def test_an_answer_that_breaks_off_says_so():
+    async def read() -> Outcome:
+        reader, outcome = asyncio.StreamReader(), Outcome(0.0)
+        reader.feed_data(b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [{"text": "a"}]}\n\n')
+        reader.feed_eof()
+        await read_events(reader, outcome, 0.0)
+        return outcome
+
+    outcome = asyncio.run(read())
+    assert (outcome.is_complete, outcome.failure) == (False, "the answer broke off")
 
 
 def test_trace(tmp_path):

@@ -43,6 +43,7 @@ class Outcome:
     num_tokens: int = 0
     gaps_s: list[float] = field(default_factory=list)
     is_complete: bool = False
+    failure: str = ""  # why it is not complete, where that was said
 
     @property
     def ttft_s(self) -> float:
@@ -88,6 +89,7 @@ class ServeBench:
     itl_s: dict[str, float]
     e2e_s: dict[str, float]
     goodput_per_s: float
+    first_failure: str  # of those that failed, in words
 
     @property
     def tokens_per_s(self) -> float:
@@ -117,6 +119,7 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo) -> ServeBench:
         _percentiles([gap for o in done for gap in o.gaps_s]),
         _percentiles([o.end_s - o.due_s for o in done]),
         sum(slo.is_met(o) for o in outcomes) / seconds if seconds else 0.0,
+        next((o.failure for o in outcomes if not o.is_complete and o.status != 503), ""),
     )
 
 
@@ -228,8 +231,8 @@ async def _send(target: Target, arrival: Arrival, start_s: float, due_s: float) 
                 await read_events(reader, outcome, start_s)
             finally:
                 writer.close()
-    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
-        pass  # the outcome stays incomplete, which is what is counted
+    except (OSError, TimeoutError, ValueError, LookupError, asyncio.IncompleteReadError) as error:
+        outcome.failure = f"{type(error).__name__}: {error}".removesuffix(": ")
     outcome.end_s = time.monotonic() - start_s
     return outcome
 
@@ -237,6 +240,10 @@ async def _send(target: Target, arrival: Arrival, start_s: float, due_s: float) 
 async def read_events(reader: asyncio.StreamReader, outcome: Outcome, start_s: float) -> None:
     """Follow the answer's events. A server that tells no usage is taken to send a token per event."""
     outcome.status = int((await reader.readline()).split()[1])
+    if outcome.status != 200:
+        outcome.failure = f"HTTP {outcome.status}: {_message(await reader.read(-1))}"
+        return
+    outcome.failure = "the answer broke off"
     while line := await reader.readline():
         if not line.startswith(b"data: "):
             continue
@@ -244,10 +251,21 @@ async def read_events(reader: asyncio.StreamReader, outcome: Outcome, start_s: f
             outcome.is_complete = outcome.status == 200 and outcome.num_tokens > 0
             return
         event = json.loads(line[6:])
+        if "error" in event:
+            outcome.failure = _message(line[6:])
         if event.get("choices") and event["choices"][0].get("text"):
             _note_text(outcome, time.monotonic() - start_s)
         if event.get("usage"):
             outcome.num_tokens = event["usage"]["completion_tokens"]
+
+
+def _message(answer: bytes) -> str:
+    """What an error's body says, headers before it or not; else its beginning."""
+    body = answer.partition(b"\r\n\r\n")[2] or answer
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:200].decode(errors="replace").strip()
 
 
 def _note_text(outcome: Outcome, now_s: float) -> None:

@@ -61,6 +61,10 @@ def bench_serve(
         emit_json(found.as_json())
     else:
         show(found, slo != Slo())
+    if found.first_failure:
+        say(f"first failure: {found.first_failure}")
+    if not found.num_complete:
+        raise typer.Exit(1)
 
 
 def _check_source(workload: str, trace: Path | None) -> None:
@@ -136,6 +140,8 @@ def show(found: ServeBench, has_slo: bool) -> None:
     emit(f"{found.num_complete / found.seconds:.2f} requests/s, {found.tokens_per_s:.1f} output tokens/s")
     if has_slo:
         emit(f"goodput {found.goodput_per_s:.2f} requests/s within the SLO")
+    if not found.num_complete:
+        return
     rows = [("", *(f"p{p}" for p in (50, 90, 99)))]
     for name, values in (("TTFT", found.ttft_s), ("TPOT", found.tpot_s), ("ITL", found.itl_s), ("E2E", found.e2e_s)):
         rows.append((name, *(format_seconds(v) for v in values.values())))
