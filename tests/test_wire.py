@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from conftest import Running, at_once, running, until
+from kvledger.server.state import Settings
 
 ASK = [{"role": "user", "content": "say:hello"}]
 
@@ -218,6 +219,21 @@ def test_cached_tokens_of_beam_searches(served: Running):
     first, again = (served.post("/v1/completions", **body).json()["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert again["prompt_tokens_details"]["cached_tokens"] == sum((len(p) - 1) // 16 * 16 for p in prompts)
+    refused = served.post("/v1/completions", **{**body, "n": 3, "best_of": 2})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "best_of")
+
+
+def test_the_log_line_of_a_beam_search_has_its_tokens():
+    lines = []
+    with running(settings=Settings(quiet=True, log_prompts=True)) as served:
+        served.server.state.log = lambda event, **fields: lines.append(fields)
+        body = {"prompt": "say:abc", "use_beam_search": True, "n": 2, "max_tokens": 3, "request_id": "mine"}
+        spent = served.post("/v1/completions", **body).json()["usage"]
+        until(lambda: lines)
+    line = lines[0]
+    assert (line["id"], line["prompt"]) == ("cmpl-mine", ["say:abc"])
+    assert (line["prompt_tokens"], line["cached_tokens"]) == (7, 0)
+    assert line["completion_tokens"] == spent["completion_tokens"] > 0
 
 
 def test_prefix_shorter_than_a_block_is_reported_as_no_hit(served: Running):

@@ -143,17 +143,23 @@ async def open_answer(http: HttpRequest, state: ServerState, job: Job) -> Answer
     except QueueFull:
         state.observer.metrics.inc("vllm:admission_rejections", len(job.requests), "max_num_queued_reqs")
         raise
-    note = http.scope["state"].setdefault("note", {})
-    note |= {"id": job.envelope.id, "answer": answer}
-    if settings.log_prompts:
-        note["prompt"] = [served.tokenizer.decode(request.prompt_token_ids) for request in job.requests]
+    _note(http, state, job, answer=answer)
     return answer
+
+
+def _note(http: HttpRequest, state: ServerState, job: Job, **facts: Any) -> None:
+    """What the log line of this request says beside its path and time."""
+    note = http.scope["state"].setdefault("note", {})
+    note |= {"id": job.envelope.id, **facts}
+    if state.settings.log_prompts:
+        tokenizer = state.served.tokenizer
+        note["prompt"] = [tokenizer.decode(request.prompt_token_ids) for request in job.requests]
 
 
 async def respond(http: HttpRequest, state: ServerState, job: Job) -> Response:
     """Run the job and answer as the client asked."""
     if job.beams is not None:
-        return await unless_gone(_respond_beams(state, job, job.beams), http.receive)
+        return await unless_gone(_respond_beams(http, state, job, job.beams), http.receive)
     if job.body.stream:
         answer = await unless_gone(open_answer(http, state, job), http.receive)
         return EventStream(stream_events(answer, job), {"x-request-id": job.envelope.id}, answer.close)
@@ -185,13 +191,14 @@ def best_choices(choices: list[Choice], body: Sampling, num_generated: int) -> l
     return [replace(choice, index=i) for i, choice in enumerate(found)]
 
 
-async def _respond_beams(state: ServerState, job: Job, asked: BeamAsked) -> Response:
+async def _respond_beams(http: HttpRequest, state: ServerState, job: Job, asked: BeamAsked) -> Response:
     served, timeout_s, n = state.served, state.settings.request_timeout_s, job.requests[0].params.n
     runs = [BeamRun(state.link, request, asked) for request in job.requests]
     found = await asyncio.gather(*(run.beams(served, timeout_s) for run in runs))
     choices = [c for i, run in enumerate(runs) for c in beam_choices(run, found[i], n, i * n, served)]
     num_prompt = sum(len(request.prompt_token_ids) for request in job.requests)
     num_output, num_cached = sum(len(choice.stream.samples) for choice in choices), sum(run.num_cached for run in runs)
+    _note(http, state, job, prompt_tokens=num_prompt, cached_tokens=num_cached, completion_tokens=num_output)
     tally = usage(num_prompt, num_output, num_cached)
     entries = [job.shape.whole(choice) for choice in choices]
     return JSONResponse(job.envelope.wrap(job.shape.object, entries, tally))

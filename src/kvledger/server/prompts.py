@@ -187,10 +187,12 @@ def sampling_params(
 def num_choices(body: Sampling) -> int:
     """Choices to generate: n, or best_of of which the best n are returned. Raises BadRequest."""
     n = 1 if body.n is None else body.n
-    if body.best_of is None or body.use_beam_search:
+    if body.best_of is None:
         return n
     if body.best_of < n:
         raise BadRequest(f"best_of {body.best_of} is less than n {n}", "best_of")
+    if body.use_beam_search:
+        return n  # best_of is the width of the search
     if body.stream and body.best_of > n:
         raise BadRequest("best_of cannot be streamed: which are best is known at the end", "best_of")
     return body.best_of
