@@ -16,6 +16,7 @@ from kvledger.bench.policies import (
 from kvledger.bench.recompute import count_forwards, time_forwards
 from kvledger.bench.sharing import count_beam_sharing, count_sample_sharing, measure_prefix_hit
 from kvledger.build import build_engine
+from kvledger.errors import ConfigError
 from kvledger.kernels.team import num_cpus
 from kvledger.llm import engine_config
 from kvledger.plan.workload import find_workload
@@ -151,6 +152,12 @@ def test_the_lesson_prints_what_it_has():
     assert json["forwards"]["with_cache"] == 19
     assert "requests" not in json["policies"][0]["result"]
     assert json["policies"][0]["result"]["tokens_per_s"] > 0
+
+
+def test_what_the_context_does_not_hold_is_refused_in_the_words_of_the_request(path, monkeypatch):
+    monkeypatch.setattr("kvledger.bench.engine.build_engine", None)
+    with pytest.raises(ConfigError, match=r"prompts of 500 tokens and 20 tokens written are .* context of 512"):
+        bench_engine(path, prompt=500, output=20)
 
 
 @pytest.mark.parametrize(("kv_dtype", "threads", "used"), [("int4", 1, 1), ("fp8", None, num_cpus())])

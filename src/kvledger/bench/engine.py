@@ -18,16 +18,19 @@ from kvledger.bench.common import plain
 from kvledger.build import Loaded, Progress, build_engine
 from kvledger.data.devices import local_device
 from kvledger.engine import StepReport
-from kvledger.errors import DoesNotFit
+from kvledger.errors import ConfigError, DoesNotFit, about_file
 from kvledger.llm import engine_config
 from kvledger.metrics import Metrics
 from kvledger.plan.roofline import Roofline
 from kvledger.sched.sequence import Request
 from kvledger.spec.device import DeviceSpec
+from kvledger.spec.from_gguf import model_from_gguf
 from kvledger.spec.kv_computed import offered_name
 from kvledger.spec.sampling import SamplingParams
 from kvledger.spec.step import Work
 from kvledger.units import format_bytes
+from kvledger.weights.open import open_weights
+from kvledger.weights.store import resolve
 
 if TYPE_CHECKING:
     from kvledger.exec.cpu import CpuExecutor
@@ -59,6 +62,7 @@ class EngineBench:
     kv_pool_bytes: int
     waste: float
     num_decode_steps: int
+    notes: tuple[str, ...] = ()  # what the user should know of the model, as `Loaded` has it
 
     def as_json(self) -> dict[str, Any]:
         """All fields, and tokens per second."""
@@ -80,14 +84,26 @@ def bench_engine(
 ) -> EngineBench:  # fmt: skip
     """Load the model, warm up, measure `repeats` times and keep the median. Options as for `LLM`.
 
-    Raises DoesNotFit where the pool does not hold the batch.
+    Raises ConfigError where the model's context does not hold a request, DoesNotFit where the pool does not the batch.
     """
+    _check_context(model, prompt, output)
     loaded = load_for(model, [(batch, prompt, output)], progress, **options)
     try:
         _check_room(loaded, batch, prompt + output)
         return measure(loaded, batch, prompt, output, repeats)
     finally:
         loaded.engine.close()
+
+
+def _check_context(model: str, prompt: int, output: int) -> None:
+    """Before weights are read. A token of room is left, as the scheduler wants it."""
+    path = resolve(model)
+    with about_file(path.name):
+        weights = open_weights(path)
+        spec = model_from_gguf(weights.metadata, weights.facts, str(path))
+    if prompt + output >= spec.max_context:
+        asked = f"prompts of {prompt:,} tokens and {output:,} tokens written"
+        raise ConfigError(f"{asked} are more than the context of {spec.max_context:,} holds with a token to spare")
 
 
 def _check_room(loaded: Loaded, batch: int, num_tokens: int) -> None:
@@ -132,7 +148,7 @@ def measure(loaded: Loaded, batch: int, prompt: int, output: int, repeats: int =
         roofline.seconds((Work(middle, 1),) * batch) * len(steps) / decode_s if decode_s else 0.0,
         roofline.device.measured, offered_name(loaded.pool.layout.storage),
         batch * loaded.pool.layout.bytes_for(prompt + output - 1), loaded.pool.pool_bytes,
-        _waste(loaded, prompt + output - 1), len(steps),
+        _waste(loaded, prompt + output - 1), len(steps), loaded.notes,
     )  # fmt: skip
 
 

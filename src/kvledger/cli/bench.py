@@ -42,6 +42,8 @@ def engine(
     options: dict[str, Any] = {"kv_dtype": kv_dtype, "block_size": block_size, "activations": activations}
     found = bench_engine(model, batch, prompt, output, repeats, status.show, num_threads=threads, **options)
     status.clear()
+    for note in found.notes:
+        say(f"note: {note}")
     if as_json:
         emit_json(found.as_json())
     else:
