@@ -375,7 +375,9 @@ def test_attention_beside_another_sequence(team):
     assert np.array_equal(both[20:], alone)
 
 
-@pytest.mark.parametrize("case", [{}, *({"kind": kind, "latent": 32} for kind in kv_pages.LATENT_KINDS)], ids=str)
+@pytest.mark.parametrize(
+    "case", [{}, *({"kind": kind, "latent": 32} for kind in kv_pages.KINDS if kind != "int4")], ids=str
+)
 def test_a_poisoned_block_does_not_poison_the_next_owner(team, case):
     shape, pool, num_blocks, tables, angles, qkv = setting(tokens=20, **case)
     clean = attend(team, qkv[:17], shape, [(0, 0)], angles, pool, num_blocks, tables)

@@ -148,7 +148,9 @@ def test_types_that_no_kernel_computes_are_refused_with_those_that_one_does():
         CacheConfig(kv_dtype="q8_0")
     with pytest.raises(ConfigError, match="q8_0 are not computed here"):
         plan("smollm2-135m", kv_dtype="q8_0")
-    with pytest.raises(UnsupportedModel, match="MLA's latents in int4 are not computed here; bf16, int8, fp8, fp32 are"):
+    with pytest.raises(
+        UnsupportedModel, match="MLA's latents in int4 are not computed here; bf16, int8, fp8, fp32 are"
+    ):
         local_pool(spec_of(LATENT), EngineConfig(CacheConfig(kv_dtype="int4")), 1 << 34, 1 << 33)
 
 

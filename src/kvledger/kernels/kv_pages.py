@@ -30,7 +30,6 @@ from kvledger.kernels.jit import inline
 
 KINDS = {"bf16": 0, "int8": 1, "fp8_e4m3": 2, "fp32": 3, "int4": 4}
 BF16, INT8, FP8, FP32, INT4 = range(5)
-LATENT_KINDS = tuple(kind for kind in KINDS if kind != "int4")
 SEALED_TOKENS = 32  # tokens that int4 quantises together
 _ELEMENT_BYTES = {"bf16": 2, "int8": 1, "fp8_e4m3": 1, "fp32": 4}
 SPREAD = ("int8", "fp8_e4m3")  # types so coarse that channels that stand out are spread over the others
