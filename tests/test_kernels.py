@@ -271,7 +271,7 @@ def expected_attention(qkv, shape, angles):
         k = ref.through_latent_int8(k, shape.latent) if shape.kind == "int8" else stored(k)
         v = k[..., : shape.latent]
     else:
-        k, v = stored(k), stored(v)
+        k, v = ref.keys_through_int8(k, q) if shape.kind == "int8" else stored(k), stored(v)
     mixed = ref.attention(q, k, v, 0, shape.window, shape.cap)
     return ref.hadamard(mixed) if shape.kind in SPREAD else mixed
 
@@ -366,6 +366,57 @@ def test_a_rope_key_of_another_size_does_not_coarsen_an_int8_latent(team, far):
     assert error < 0.5 * without, (error, without)
 
 
+ROPE_WRITES = {size: Kernel(f"rope_write_{size}", kv_write._rope_write, Q_SIZE=size) for size in (2, 4)}
+
+
+def stored_int8_keys(page, dim):
+    """Levels [16, dim] of a page's first head, and zero and scale of each row."""
+    levels = page[: 16 * dim].reshape(dim // 2, 16, 2).transpose(1, 0, 2).reshape(16, dim).astype(np.int32)
+    words = page[16 * dim : 16 * dim + 64].view(np.uint32)
+    return levels, (words & 255).astype(np.int32)[:, None], (words & 0xFFFFFF00).view(np.float32)[:, None]
+
+
+@pytest.mark.parametrize("q_size", [2, 4])
+@pytest.mark.parametrize("loud", [1, 50], ids=["even", "one channel of the queries stands out"])
+def test_stored_int8_keys_are_the_references(team, q_size, loud):
+    """Whichever form queries have; `loud` keys are moved at the ends of their levels, too."""
+    shape, pool, _, tables, angles, qkv = setting(kind="int8", tokens=16)
+    turned = ref.hadamard(np.eye(shape.dim, dtype=np.float32)[3]) * np.float32(loud)
+    qkv[:, : shape.heads] += turned
+    qkv[:, shape.heads : -shape.kv_heads] += turned
+    angles = np.concatenate([np.ones_like(angles[:, :32]), np.zeros_like(angles[:, :32])], axis=1)
+    q = np.zeros((shape.kv_heads * 64 * shape.ratio + 16, shape.padded_dim), np.float32 if q_size == 4 else np.uint16)
+    source = np.ascontiguousarray(qkv)
+    _, *arguments = kv_write.rope_write(shape, source.ctypes.data, q, angles, 1.0, 64)
+    run(team, [[ROPE_WRITES[q_size].address, *arguments]], 16, POSITIONS=np.arange(16, dtype=np.int32), TABLES=tables,
+        POOL=pool, SEGMENT_OF=np.zeros(16, np.int32), TABLE_STRIDE=tables.shape[1])  # fmt: skip
+    page = pool[tables[0, 0] * shape.stride :]
+    q, k, _ = (ref.hadamard(x) for x in np.split(qkv, [shape.heads, shape.heads + shape.kv_heads], axis=1))
+    expected = ref.keys_through_int8(k, q if q_size == 4 else ref.to_bf16(q))[:, 0]
+    levels, zero, scale = stored_int8_keys(page, shape.dim)
+    moved = levels - np.rint(ref.through_int8(k)[:, 0] / scale) - zero
+    assert np.abs(moved).max() == 1
+    assert 16 <= np.count_nonzero(moved) <= 64
+    differ = (np.abs((levels - zero) * scale - expected) > 0.5 * scale).any(axis=1)
+    assert np.count_nonzero(differ) <= 1, differ  # where two moves gain alike
+
+
+def test_int8_keys_are_rounded_for_the_queries_that_read_them(team):
+    """Queries of neighbouring tokens resemble each other: where they do, scores err less than nearest levels would."""
+    shape, pool, num_blocks, tables, angles, qkv = setting(kind="int8", tokens=100)
+    still = np.concatenate([np.ones_like(angles[:, :32]), np.zeros_like(angles[:, :32])], axis=1)
+    qkv[:, : shape.heads] = 2 * qkv[:1, : shape.heads] + 0.3 * qkv[:, : shape.heads]
+    got = in_chunks(team, [64], shape, pool, num_blocks, tables, still, qkv)
+    q, k, v = np.split(qkv, [shape.heads, shape.heads + shape.kv_heads], axis=1)
+    q = q * np.float32(shape.dim**-0.5)
+    turned = [ref.hadamard(x) for x in (q, k, v)]
+    values = ref.through_int8(turned[2])  # alike in all three, so that only keys differ
+    exact, nearest = (ref.hadamard(ref.attention(turned[0], keys, values, 0))
+                      for keys in (turned[1], ref.through_int8(turned[1])))  # fmt: skip
+    error, without = (np.linalg.norm(x - exact) for x in (got, nearest))
+    assert error < 0.6 * without, (error, without)
+
+
 def test_attention_beside_another_sequence(team):
     shape, pool, num_blocks, tables, angles, qkv = setting(tokens=40)
     alone = attend(team, qkv[:20], shape, [(0, 0)], angles, pool, num_blocks, tables)
@@ -404,7 +455,7 @@ def functions_within(function, found):
 
 def test_no_two_functions_share_a_name_in_machine_code():
     """Code that two processes have compiled is linked by name: one of two namesakes would stand for both."""
-    kernels = [x for x in gc.get_objects() if isinstance(x, Kernel)]
+    kernels = [x for x in gc.get_objects() if type(x) is Kernel]  # isinstance would ask dead proxies, too
     found = {}
     for kernel in kernels:
         functions_within(kernel._function, found)

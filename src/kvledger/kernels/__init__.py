@@ -5,5 +5,5 @@ simd.py          vectors and the emitter          team.py             threads th
 matmul*.py       products: integer, AMX, float32  ceilings.py         what the machine can do at best
 elementwise.py   embedding, norms, gates          routing.py          mixture of experts
 kv_pages.py      how keys and values lie          kv_write.py, latent.py   rope and writing them
-attention.py     attention over pages
+attention.py     attention over pages             kv_round.py      which way int8 rounds keys
 """

@@ -10,8 +10,9 @@ scales (int8), its values, the values' scales:
 
 (blocks of 8 tokens have tiles of 8). The bytes are exactly `KVLayout`'s: nothing is padded. fp8: e4m3 without a scale.
 int8: per token and head a word of a float32 scale whose last byte is the zero, x = scale · (level − zero), level and
-zero 0 … 255: their difference is exact in bfloat16. What has few levels is kept transformed (`hadamard`): queries
-and keys alike, which leaves scores as they are, and values, whose mix is transformed back.
+zero 0 … 255: their difference is exact in bfloat16. A key's levels are not all the nearest ones (`kv_round`). What has
+few levels is kept transformed (`hadamard`): queries and keys alike, which leaves scores as they are, and values, whose
+mix is transformed back.
 
 A latent's row has one word for the latent and for its rope key, whose ranges may be far apart. So the word names a
 power of two as well, in four bits beside the zero: the rope key is kept in steps that many times the latent's.

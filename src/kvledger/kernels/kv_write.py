@@ -16,9 +16,20 @@ from kvledger.kernels.elementwise import (
 )  # fmt: skip
 from kvledger.kernels.hadamard import transform
 from kvledger.kernels.jit import Kernel, inline
-from kvledger.kernels.kv_pages import BF16, FP32, KINDS, AttentionShape, query_size, to_elements, write_key, write_value
+from kvledger.kernels.kv_pages import (
+    BF16,
+    FP32,
+    INT8,
+    KINDS,
+    AttentionShape,
+    query_size,
+    to_elements,
+    write_key,
+    write_value,
+)
+from kvledger.kernels.kv_round import round_for_queries
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES, num_rows
-from kvledger.kernels.simd import float_bits
+from kvledger.kernels.simd import f32_bits, float_bits
 from kvledger.kernels.team import next_item
 
 Q_SIZE = query_size(2)
@@ -109,6 +120,12 @@ def _rope_write(op: int, ctx: int, thread: int) -> None:
                 if spread > 0:
                     transform(work, dim, spread)
                 key_scale = to_elements(kind, work, elements, dim)
+                if kind == INT8:
+                    own = q + (h * max_rows + row) * ratio * padded * q_size
+                    to_round = elements + dim * 4
+                    round_for_queries(
+                        work, f32_bits(key_scale), elements, own, padded * q_size, ratio, q_size, dim, to_round
+                    )
                 write_key(kind, elements, key_scale, to, position % block, block, dim)
                 value = source + heads * dim * 4
                 if spread > 0:

@@ -83,14 +83,43 @@ def attention(q: Array, k: Array, v: Array, start: int, window: int = 0, cap: fl
     return np.asarray(np.einsum("hrk,khd->rhd", softmax(np.where(seen, score, -np.inf)), np.repeat(v, ratio, axis=1)))
 
 
-def through_int8(x: Array, spare: int = 8) -> Array:
-    """As the int8 cache keeps it, per token and head: a scale (float32 less its `spare` last bits) and a whole zero."""
+def _int8_levels(x: Array, spare: int = 8) -> tuple[Array, Array, Array]:
+    """Level, zero and scale (float32 less its `spare` last bits) of each token and head: x ≈ scale · (level − zero)."""
     low, high = np.minimum(x.min(-1, keepdims=True), 0), np.maximum(x.max(-1, keepdims=True), 0)
     scale = ((high - low) / np.float32(255)).astype(np.float32)
     scale = (scale.view(np.uint32) >> spare << spare).view(np.float32)
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     zero = np.minimum(np.floor(np.float32(0.5) - low * inverse), 255)
-    return np.asarray(((np.rint(x * inverse) + zero).clip(0, 255) - zero) * scale)
+    return (np.rint(x * inverse) + zero).clip(0, 255), zero, scale
+
+
+def through_int8(x: Array, spare: int = 8) -> Array:
+    """As the int8 cache keeps values: to the nearest level."""
+    level, zero, scale = _int8_levels(x, spare)
+    return np.asarray((level - zero) * scale)
+
+
+def keys_through_int8(k: Array, q: Array) -> Array:
+    """As the int8 cache keeps keys [rows, heads, dim] beside the same tokens' queries [rows, heads · ratio, dim]:
+    levels are moved by one, at most four of a key and each time the one that most lessens Σ (q·e)² + w·|e|² over the
+    queries that read this head; w: the mean of Σ q².
+    """
+    level, zero, scale = _int8_levels(k)
+    error = np.divide(k, scale, out=np.zeros_like(k), where=scale > 0) - (level - zero)
+    queries = q.reshape(*k.shape[:2], -1, k.shape[2])
+    for at in np.ndindex(*k.shape[:2]):
+        curve = queries[at].T @ queries[at]
+        curve += np.trace(curve) / np.float32(len(curve)) * np.eye(len(curve), dtype=np.float32)
+        for _ in range(4):
+            slope = curve @ error[at]
+            step = np.where(slope > 0, 1, -1)
+            gain = np.diagonal(curve) - 2 * np.abs(slope)
+            gain[(level[at] + step < 0) | (level[at] + step > 255)] = 0
+            best = gain.argmin()
+            if gain[best] < 0:
+                level[at][best] += step[best]
+                error[at][best] -= step[best]
+    return np.asarray((level - zero) * scale)
 
 
 def through_latent_int8(x: Array, latent: int) -> Array:
