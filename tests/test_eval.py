@@ -198,7 +198,7 @@ def test_what_users_get_wrong(model, tmp_path):
         ({"threads": -1}, "num_threads"),
         ({"window": 4}, "window must be at least 8, got 4"),
         ({"kv_dtypes": (), "activations": ()}, "nothing to compare"),
-        ({"kv_activations": ()}, "none is named; auto is usual"),
+        ({"kv_activations": ()}, "none is named; int8x2 is usual"),
         ({"kv_dtypes": (), "contexts": (200,)}, "none is named; bf16 is usual"),
     ],
 )

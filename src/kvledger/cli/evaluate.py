@@ -29,7 +29,9 @@ def evaluate(
     text: Path = typer.Option(None, help="Text to predict, in UTF-8; default: a bundled one in the public domain."),
     kv_dtype: str = typer.Option(None, help=f"KV types, compared with bf16: {_KV}; empty: none; default: all."),
     activations: str = typer.Option(_MODES, help="Arithmetic, compared with float32; empty: none."),
-    kv_activations: str = typer.Option("auto", help="Arithmetic under which KV types are compared; several: each."),
+    kv_activations: str = typer.Option(
+        "int8x2", help="Arithmetic under which KV types are compared; several: each. A coarse one hides what they lose."
+    ),
     tokens: int = typer.Option(8192, help="Tokens of the text that are predicted."),
     window: int = typer.Option(None, help="Context in which they are; default: 2048 or the model's if less."),
     retrieval: str = typer.Option(None, help="Contexts that hide a fact; empty: none; default: 1024,2048 if they fit."),

@@ -49,7 +49,9 @@ class Asked:
     text: Path | None = None
     kv_dtypes: tuple[str, ...] | None = None
     activations: tuple[str, ...] = ACTIVATIONS
-    kv_activations: tuple[str, ...] = ("auto",)  # arithmetic under which KV types are compared; retrieval by the first
+    kv_activations: tuple[str, ...] = (
+        "int8x2",
+    )  # arithmetic under which KV types are compared; retrieval by the first
     num_tokens: int = 8192
     window: int | None = None
     contexts: tuple[int, ...] | None = None
@@ -71,7 +73,7 @@ class Asked:
         if no_types and not self.activations and not self.peer_python:
             raise ConfigError("nothing to compare: name KV types, arithmetics or a Python with llama.cpp")
         if not no_types and not self.kv_activations:
-            raise ConfigError("KV types are compared under an arithmetic, and none is named; auto is usual")
+            raise ConfigError("KV types are compared under an arithmetic, and none is named; int8x2 is usual")
         if no_types and self.contexts:
             raise ConfigError("facts are retrieved with each KV type, and none is named; bf16 is usual")
 
