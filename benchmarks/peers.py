@@ -1,11 +1,12 @@
-"""Ours and its peers on the same file, the same shapes, the same machine, one after the other; ratios at the end.
+"""Ours and its peers on the same file, the same shapes, the same machine; ratios at the end.
 
     python benchmarks/peers.py --model smollm2 --peer-python ~/peers/bin/python --json results/peers.json
 
 `--peer-python` is an interpreter that can import llama_cpp or openvino_genai (the `peers` extra installs both); a peer
 that cannot be imported is left out and named. Every runner answers `B` sequences of `P` random prompt tokens with `G`
 tokens each, greedy, without an early end, and prints one JSON line per shape. Absolute figures of a shared machine
-drift: quote the ratios of one run.
+drift within minutes, so everybody's turn at a shape comes right after the others', `--rounds` times over, each time in
+processes of their own; figures are the medians. Quote the ratios.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 SHAPES = [(1, 128, 64), (1, 512, 64), (8, 128, 32), (16, 128, 32), (32, 128, 32), (64, 128, 32), (1, 2048, 32)]
 # (batch, prompt, output), figure → how many times the best peer ours should be
@@ -27,35 +31,39 @@ PEERS = {"llama.cpp": "peer_llamacpp.py", "openvino": "peer_openvino.py"}
 HERE = Path(__file__).parent
 
 
-def ours(model: str, shapes: list[tuple[int, int, int]], threads: int, **options: object) -> list[dict]:
-    from kvledger.bench.engine import load_for, measure
-
-    loaded = load_for(model, shapes, num_threads=threads, **options)
-    found = []
-    for shape in shapes:
-        result = measure(loaded, *shape)
-        found.append({"prefill": result.prefill_tokens_per_s, "decode": result.decode_tokens_per_s,
-                      "ceiling": result.ceiling_decode, "overhead": result.overhead})  # fmt: skip
-        print_line("kvledger", shape, found[-1])
-    loaded.engine.close()
-    return found
+def ours(model: str, shape: tuple[int, int, int], *, threads: int, kv_dtype: str) -> dict:
+    """One measurement in a process of its own, like the peers'."""
+    b, p, g = map(str, shape)
+    command = [sys.executable, "-m", "kvledger", "bench", "engine", model, "--batch", b, "--prompt", p, "--output", g,
+               "--threads", str(threads), "--kv-dtype", kv_dtype, "--json"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    return {"prefill": found["prefill_tokens_per_s"], "decode": found["decode_tokens_per_s"],
+            "ceiling": found["ceiling_decode"], "overhead": found["overhead"]}  # fmt: skip
 
 
-def peer(name: str, python: str, path: Path, shapes: list[tuple[int, int, int]], threads: int) -> list[dict]:
-    """The runner's lines, or nothing (and why) where it cannot run."""
-    command = [python, str(HERE / PEERS[name]), str(path), json.dumps(shapes), str(threads)]
-    found = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                found.append(json.loads(line))
-                print_line(name, shapes[len(found) - 1], found[-1])
-        errors = process.stderr.read() if process.stderr else ""
-    if process.returncode or len(found) < len(shapes):
-        last = errors.strip().splitlines()[-1:] or ["no output"]
-        print(f"{name}: left out after {len(found)} shapes ({last[0]})", file=sys.stderr)
-    return found
+def peer(name: str, python: str, path: Path, shape: tuple[int, int, int], *, threads: int) -> dict | None:
+    """The runner's line, or nothing (and why) where it cannot run."""
+    command = [python, str(HERE / PEERS[name]), str(path), json.dumps([shape]), str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            return dict(json.loads(line))
+    last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+    print(f"{name}: left out at {shape} ({last[0]})", file=sys.stderr)
+    return None
+
+
+def measure(shape: tuple[int, int, int], rounds: int, runners: dict[str, Callable[..., dict | None]]) -> dict:
+    """Everybody's median figures of a shape, by name."""
+    turns: dict[str, list[dict]] = {}
+    for _ in range(rounds):
+        for name, run in runners.items():
+            if found := run(shape):
+                turns.setdefault(name, []).append(found)
+                print_line(name, shape, found)
+    return {name: {key: median(turn[key] for turn in found) for key in ("prefill", "decode")}
+            for name, found in turns.items()}  # fmt: skip
 
 
 def print_line(name: str, shape: tuple[int, int, int], figures: dict) -> None:
@@ -64,12 +72,12 @@ def print_line(name: str, shape: tuple[int, int, int], figures: dict) -> None:
           " tokens/s", flush=True)  # fmt: skip
 
 
-def table(shapes: list[tuple[int, int, int]], results: dict[str, list[dict]]) -> list[dict]:
+def table(results: dict[tuple[int, int, int], dict[str, dict]]) -> list[dict]:
     """One row per shape and figure: everybody's tokens/s, and ours by the best of the others."""
     rows = []
-    for index, shape in enumerate(shapes):
+    for shape, found in results.items():
         for figure in ("prefill", "decode"):
-            rates = {name: found[index][figure] for name, found in results.items() if index < len(found)}
+            rates = {name: figures[figure] for name, figures in found.items()}
             others = [rate for name, rate in rates.items() if name != "kvledger"]
             ratio = rates["kvledger"] / max(others) if others and "kvledger" in rates else None
             rows.append({"shape": shape, "figure": figure, **rates, "ratio": ratio,
@@ -94,19 +102,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--kv-dtype", default="bf16")
     parser.add_argument("--shapes", type=json.loads, default=SHAPES, help="as [[1,128,64],[8,128,32]]")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write rows and set-up here")
     args = parser.parse_args()
     from kvledger.weights.store import resolve
 
     path, shapes = resolve(args.model), [tuple(shape) for shape in args.shapes]
-    results = {"kvledger": ours(args.model, shapes, args.threads, kv_dtype=args.kv_dtype)}
+    runners = {"kvledger": partial(ours, args.model, threads=args.threads, kv_dtype=args.kv_dtype)}
     for name in PEERS if args.peer_python else ():
-        if found := peer(name, args.peer_python, path, shapes, args.threads):
-            results[name] = found
-    rows = table(shapes, results)
-    show(rows, list(results))
+        runners[name] = partial(peer, name, args.peer_python, path, threads=args.threads)
+    results = {shape: measure(shape, args.rounds, runners) for shape in shapes}
+    rows = table(results)
+    show(rows, [name for name in runners if any(name in found for found in results.values())])
     if args.json:
-        setup = {"model": str(path.name), "threads": args.threads, "kv_dtype": args.kv_dtype, "cpu": cpu_name()}
+        setup = {
+            "model": str(path.name),
+            "threads": args.threads,
+            "kv_dtype": args.kv_dtype,
+            "rounds": args.rounds,
+            "cpu": cpu_name(),
+        }
         args.json.write_text(json.dumps({"setup": setup, "rows": rows}, indent=1) + "\n")
 
 
