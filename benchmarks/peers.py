@@ -34,8 +34,10 @@ HERE = Path(__file__).parent
 def ours(model: str, shape: tuple[int, int, int], *, threads: int, kv_dtype: str) -> dict:
     """One measurement in a process of its own, like the peers'."""
     b, p, g = map(str, shape)
-    command = [sys.executable, "-m", "kvledger", "bench", "engine", "--model", model, "--batch", b, "--prompt", p, "--output", g,
-               "--threads", str(threads), "--kv-dtype", kv_dtype, "--json"]  # fmt: skip
+    command = [
+        sys.executable, "-m", "kvledger", "bench", "engine", "--model", model, "--batch", b, "--prompt", p,
+        "--output", g, "--threads", str(threads), "--kv-dtype", kv_dtype, "--json",
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     return {"prefill": found["prefill_tokens_per_s"], "decode": found["decode_tokens_per_s"],

@@ -155,7 +155,7 @@ class _Builder:
             )
         else:
             self._plain_attention(shape, p, angles, scale)
-        self._add_back(self.mixed, f"{p}attn_output", f"{p}post_attention_norm.weight")
+        self._add_back(self.mixed, f"{p}attn_output", f"{p}post_attention_norm.weight", fine=True)
 
     def _shape(self, layer: int, kind: str, *, is_residual: bool = False) -> AttentionShape:
         d, (index, slot) = self.d, self.places[layer, is_residual]
@@ -195,12 +195,12 @@ class _Builder:
         self.ops.linear(self.x, matrix, self.gate_up, norm=norm, eps=d.eps)
         self._add_back(self.gate_up, f"{p}ffn_down", f"{p}post_ffw_norm.weight", activation=d.activation)
 
-    def _add_back(self, source: Array, name: str, norm: str, activation: str = "") -> None:
+    def _add_back(self, source: Array, name: str, norm: str, activation: str = "", *, fine: bool = False) -> None:
         """x += W · source, or its norm where the architecture has one there."""
         matrix = self.w.matrix(f"{name}.weight")
         bias = self.w.vector(f"{name}.bias") if self.w.has(f"{name}.bias") else None
         if not self.d.post_norms:
-            self.ops.linear(source, matrix, self.x, activation=activation, bias=bias, add=True)
+            self.ops.linear(source, matrix, self.x, activation=activation, bias=bias, add=True, fine=fine)
             return
-        self.ops.linear(source, matrix, self.y, activation=activation, bias=bias)
+        self.ops.linear(source, matrix, self.y, activation=activation, bias=bias, fine=fine)
         self.ops.add(ew.add_norm(self.y, self.w.vector(norm), self.x, self.d.eps))
