@@ -115,7 +115,7 @@ class GrammarCompiler:
         """`kind` is json (a schema), json_object, regex, choice or grammar (Lark). Raises BadRequest."""
         matcher = LLMatcher(self._prefix_tree, _grammar(kind, value), log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise _bad(f"the {kind} of response_format cannot be used: {_first_line(matcher.get_error())}")
+            raise _bad(f"the {kind} cannot be used: {_first_line(matcher.get_error())}{_hint(kind, value)}")
         return GrammarConstraint(matcher, (self._tokenizer.vocab_size + 7) // 8)
 
 
@@ -151,6 +151,12 @@ def _grammar(kind: str, value: object) -> str:
         raise _bad(f"the {kind} must be text, not {type(value).__name__}")
     _check_length(kind, value)
     return str(LLMatcher.grammar_from_regex(value) if kind == "regex" else LLMatcher.grammar_from_lark(value))
+
+
+def _hint(kind: str, value: object) -> str:
+    """What to write instead of the notation that other engines take."""
+    gbnf = kind == "grammar" and "::=" in str(value)
+    return '; grammars are written as Lark has them, `start: "a" | "b"`, not with ::=' if gbnf else ""
 
 
 def _schema_grammar(schema: object) -> str:
