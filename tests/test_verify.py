@@ -365,8 +365,9 @@ def test_odd_figures_are_no_crash(tmp_path, line):
     [
         ("{", "not JSON"), ("[1]", "not an object"), ('{"engine": "vLLM"}', "not an object with a model"),
         ('{"model": "x", "kv_tokens": "many"}', "not a number"), ('{"model": "x", "tp": -1}', "not a count"),
-        ('{"model": "x", "tp": 1e300}', "not a number"), ("[" * 100_000, "not JSON"),
-        ('{"model": "x", "groups": 5}', "wrong kind"),
+        ('{"model": "x", "tp": 1e300}', "figures below 10"), ("[" * 100_000, "not JSON"),
+        ('{"model": "x", "groups": 5}', "groups is 5, not a list"),
+        ('{"model": "x", "groups": [["FullAttentionSpec"]]}', "groups is .*, not a list of kind and layers"),
     ],
 )  # fmt: skip
 def test_damaged_case_files_name_their_line(tmp_path, line, words):

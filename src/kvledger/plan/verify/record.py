@@ -135,7 +135,7 @@ def from_row(row: Mapping[str, Any]) -> Record:
         prefix_caching="prefix caching off" not in text,
         part="window" if "(SWA part" in model else "full" if "(full part" in model else "",
         formula=_text(row.get("formula")) or "",
-        groups=tuple((str(kind), int(n)) for kind, n in row.get("groups") or ()),
+        groups=_groups(row),
         explanation=_text(row.get("explanation")) or "",
         label=str(row.get("id", "")),
         is_exact=exact,
@@ -174,9 +174,19 @@ def _number(row: Mapping[str, Any], name: str) -> float | None:
     value = row.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} is {value!r}, which is not a number")
+    if not abs(value) < 1e18:
+        raise ConfigError(f"{name} is {value!r}; figures below 10¹⁸ are read")
     return float(value)
+
+
+def _groups(row: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    value = row.get("groups") or ()
+    try:
+        return tuple((str(kind), int(layers)) for kind, layers in value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"groups is {value!r:.100}, not a list of kind and layers") from None
 
 
 def _sum(row: Mapping[str, Any], *names: str) -> float | None:
