@@ -1,10 +1,13 @@
 """The measurements themselves: counts that must come out, and a trace played by both clocks."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvledger.bench.common import Instant
 from kvledger.bench.engine import bench_engine
 from kvledger.bench.lesson import Lesson
+from kvledger.bench.phases import Point
 from kvledger.bench.policies import (
     Setup,
     compare_chunking,
@@ -19,6 +22,7 @@ from kvledger.build import build_engine
 from kvledger.errors import ConfigError
 from kvledger.kernels.team import num_cpus
 from kvledger.llm import engine_config
+from kvledger.metrics import Metrics
 from kvledger.plan.workload import find_workload
 from kvledger.simulate.replay import poisson
 from kvledger.spec.kv import FullKV
@@ -56,7 +60,11 @@ def test_the_lessons_count_of_forwards():
 
 
 def test_forwards_are_timed_on_kernels(loaded):
+    metrics = Metrics()
+    loaded.engine.listeners.append(metrics)
     found = time_forwards(loaded, 20, 10)
+    loaded.engine.listeners.remove(metrics)
+    assert list(metrics.done)[:2] == ["first", "cached"]  # what happens once is not timed
     assert (found.with_cache, found.without_cache) == (29, 20 * 10 + 45)
     assert found.with_cache_s > 0
     assert found.without_cache_s > 0
@@ -152,6 +160,9 @@ def test_the_lesson_prints_what_it_has():
     assert json["forwards"]["with_cache"] == 19
     assert "requests" not in json["policies"][0]["result"]
     assert json["policies"][0]["result"]["tokens_per_s"] > 0
+    for measured, head in ((True, "roofline"), (False, "roofline, peaks assumed")):
+        timed = replace(found, timed_forwards=found.forwards, by_batch=(Point(1, 9, 4e-3, 5e-3, "memory", measured),))
+        assert dict(timed.tables())["Decode by batch"][0][2] == head
 
 
 def test_what_the_context_does_not_hold_is_refused_in_the_words_of_the_request(path, monkeypatch):

@@ -158,7 +158,8 @@ def _block_rows(runs: Sequence[BlockSizeRun]) -> Rows:
 
 
 def _point_rows(points: Sequence[Point]) -> Rows:
-    rows: Rows = [("batch × context", "step", "roofline", "bound by", "tokens/s")]
+    roofline = "roofline" if all(p.ceiling_measured for p in points) else "roofline, peaks assumed"
+    rows: Rows = [("batch × context", "step", roofline, "bound by", "tokens/s")]
     for p in points:
         shape, rate = f"{p.batch} × {p.context}", f"{p.tokens_per_s:,.0f}"
         rows.append((shape, format_seconds(p.step_s), format_seconds(p.bound_s), p.bound, rate))

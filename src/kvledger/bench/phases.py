@@ -14,13 +14,17 @@ from kvledger.spec.step import Work
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A decode step of `batch` sequences at `context` tokens: measured seconds, and the roofline's bound."""
+    """A decode step of `batch` sequences at `context` tokens: measured seconds, and the roofline's bound.
+
+    `ceiling_measured` is False where the machine's peaks are assumed: a step may then be faster than its bound.
+    """
 
     batch: int
     context: int
     step_s: float
     bound_s: float
     bound: str
+    ceiling_measured: bool = True
 
     @property
     def tokens_per_s(self) -> float:
@@ -42,5 +46,6 @@ def decode_by_batch(
 def _decode_point(loaded: Loaded, batch: int, context: int, output: int = 12) -> Point:
     steps = run_batch(loaded, batch, context, output)
     decode = [s.ended_s - s.started_s for s in steps if s.num_seqs == s.num_tokens == batch]
-    cost = ceiling(loaded, local_device()).cost((Work(context + output // 2, 1),) * batch)
-    return Point(batch, context, median(decode), cost.seconds, cost.bound)
+    device = local_device()
+    cost = ceiling(loaded, device).cost((Work(context + output // 2, 1),) * batch)
+    return Point(batch, context, median(decode), cost.seconds, cost.bound, device.measured)
