@@ -221,6 +221,17 @@ def test_where_compiled_kernels_cannot_be_kept_that_is_said_with_folder_and_reas
     assert why in caplog.text
 
 
+def test_two_kinds_of_cpu_do_not_share_a_folder(tmp_path, monkeypatch):
+    """Numba would name both their files alike, and of two that start together one may load the other's code."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    here = jit.cache_folder.__wrapped__()
+    assert jit.cache_folder.__wrapped__() == here
+    for name, value in (("CPU_NAME", "another"), ("CPU_FEATURES", "+another")):
+        with monkeypatch.context() as other:
+            other.setattr(jit.numba_config, name, value)
+            assert jit.cache_folder.__wrapped__() != here
+
+
 def test_kernels_work_where_they_cannot_be_kept_and_it_is_said_once(tmp_path):
     code = """
 import numpy as np

@@ -80,4 +80,11 @@ def _narrow(isa: Isa) -> Isa:
     return isa
 
 
+def target() -> str:
+    """What code is compiled for: the CPU and its features, as LLVM calls them."""
+    config: Any = numba.config
+    features = llvm.get_host_cpu_features().flatten() if config.CPU_FEATURES is None else config.CPU_FEATURES
+    return f"{config.CPU_NAME or llvm.get_host_cpu_name()} {features}"
+
+
 ISA = _narrow(choose(os.environ.get(ENV)))

@@ -3,7 +3,7 @@
 A kernel is a function `(op, ctx, thread)` of three addresses' worth of integers: the op's row of arguments, the step's
 context, and which thread of the team it runs on. `Kernel.address` compiles it, or loads it from the cache, when first
 asked. Numba looks only at the file a function stands in to see whether a cached copy is stale; kernels inline code from
-several files, so the cache folder is named by a hash of all of them and of the instruction set.
+several files, so the cache folder is named by a hash of all of them and of what they are compiled for.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import llvmlite
 import numba
 from numba import cfunc, njit
 from numba.core import types
 
 from kvledger.data.host import cache_dir
-from kvledger.kernels.isa import ISA
+from kvledger.kernels.isa import ISA, target
 from kvledger.units import format_bytes
 
 _LOG = logging.getLogger("kvledger")
@@ -37,8 +38,12 @@ OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
 
 @cache
 def cache_folder() -> Path | None:
-    """Where compiled code is kept: under $NUMBA_CACHE_DIR or the user's cache folder. None: nowhere, which is said."""
-    digest = hashlib.sha256(f"{numba.__version__} {ISA}".encode())
+    """Where compiled code is kept: under $NUMBA_CACHE_DIR or the user's cache folder. None: nowhere, which is said.
+
+    Each kind of CPU has its own: two that share a folder of files and start together may get each other's code, which
+    Numba's index forbids but its names of files do not.
+    """
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {ISA} {target()}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     base = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_dir() / "compiled")
