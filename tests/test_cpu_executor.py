@@ -232,8 +232,7 @@ def test_two_kinds_of_cpu_do_not_share_a_folder(tmp_path, monkeypatch):
             assert jit.cache_folder.__wrapped__() != here
 
 
-def test_kernels_work_where_they_cannot_be_kept_and_it_is_said_once(tmp_path):
-    code = """
+ONE_KERNEL = """
 import numpy as np
 from kvledger.kernels import simd
 from kvledger.kernels.jit import Kernel, cached_njit
@@ -243,8 +242,32 @@ number = np.zeros(1, np.float32)
 Team(1).run(empty_program([[kernel.address, number.ctypes.data]]), np.zeros(64, np.int64))
 print(number[0], cached_njit(lambda x: x + 1)(1))
 """
-    (tmp_path / "file").touch()
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "file")}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+
+
+def run_one_kernel(cache):
+    """What a process that keeps its code in a folder writes to stderr."""
+    env, script = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}, cache.parent / "one_kernel.py"
+    script.write_text(ONE_KERNEL)
+    os.utime(script, (1, 1))  # an older file's code is stale
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
     assert done.stdout == "7.0 2\n", done.stderr
-    assert done.stderr.count("kernels are compiled at every start") == len(done.stderr.splitlines()) == 1
+    return done.stderr
+
+
+def test_kernels_work_where_they_cannot_be_kept_and_it_is_said_once(tmp_path):
+    (tmp_path / "file").touch()
+    told = run_one_kernel(tmp_path / "file")
+    assert told.count("kernels are compiled at every start") == len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])  # Numba's indices, and code
+@pytest.mark.parametrize("left", [0, 40])
+def test_damaged_files_of_compiled_kernels_are_replaced(tmp_path, kind, left):
+    cache = tmp_path / "cache"
+    assert run_one_kernel(cache) == ""
+    files = sorted(cache.rglob(f"*.{kind}"))
+    for file in files:
+        os.truncate(file, left)
+    told = run_one_kernel(cache)
+    assert told.count("is compiled anew: its code in") == len(told.splitlines()) == len(files) > 2
+    assert run_one_kernel(cache) == ""

@@ -22,8 +22,10 @@ from typing import Any
 
 import llvmlite
 import numba
-from numba import cfunc, njit
+from numba import njit
 from numba.core import types
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 
 from kvledger.data.host import cache_dir
 from kvledger.kernels.isa import ISA, target
@@ -80,10 +82,31 @@ def _cache_here() -> Iterator[bool]:
         numba_config.CACHE_DIR = before
 
 
+class _Cache(FunctionCache):
+    """Numba's, to which a file that cannot be read is one that is not there: after a crash it may be empty or cut."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was compiled before, or None."""
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception as error:  # what is no pickle may raise anything
+            name, folder = self._py_func.__name__, self.cache_path
+            _LOG.warning("%s is compiled anew: its code in %s is damaged (%r)", name, folder, error)
+            self.flush()  # type: ignore[no-untyped-call]
+            return None
+
+
+def _keep(compiler: Any, function: Callable[..., Any]) -> Any:
+    """Have what Numba compiles of a function kept in our folder, if there is one."""
+    with _cache_here() as is_kept:
+        if is_kept:
+            compiler._cache = _Cache(function)  # type: ignore[no-untyped-call]
+    return compiler
+
+
 def cached_njit(function: Callable[..., Any]) -> Any:
     """`numba.njit` without the GIL, cached in our folder."""
-    with _cache_here() as is_kept:
-        return njit(nogil=True, cache=is_kept, **OPTIONS)(function)
+    return _keep(njit(nogil=True, **OPTIONS)(function), function)
 
 
 def inline(function: Callable[..., Any]) -> Any:
@@ -120,6 +143,8 @@ class Kernel:
     def address(self) -> int:
         """Where the machine code lies; valid for the life of the process."""
         if self._compiled is None:
-            with _cache_here() as is_kept:
-                self._compiled = cfunc(SIGNATURE, cache=is_kept, **OPTIONS)(self._function)
+            signature = SIGNATURE.args, SIGNATURE.return_type
+            compiled = CFunc(self._function, signature, locals={}, options=OPTIONS)
+            _keep(compiled, self._function).compile()
+            self._compiled = compiled
         return int(self._compiled.address)
