@@ -139,7 +139,7 @@ def test_what_stdout_cannot_encode_is_no_traceback(monkeypatch):
     [
         ("models list --json >/dev/full", 1, "error: the output cannot be written: No space left on device"),
         ("plan smollm2-135m >&-", 0, ""),
-        ("run smollm2 <&-", 1, "error: the prompt is empty: give it as an argument or on stdin"),
+        ("run smollm2 <&-", 1, "error: the prompt is empty: give it after the model, here 'smollm2', or on stdin"),
     ],
 )
 def test_streams_that_are_full_or_closed(shell, code, said, tmp_path, monkeypatch):

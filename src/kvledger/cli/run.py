@@ -88,7 +88,7 @@ def run(
     """Answer one prompt in the terminal."""
     text = prompt if prompt is not None else sys.stdin.read()
     if not text.strip():
-        raise ConfigError("the prompt is empty: give it as an argument or on stdin")
+        raise ConfigError(f"the prompt is empty: give it after the model, here {model!r}, or on stdin")
     if raw and system:
         raise ConfigError("--system is a message of a conversation, and --raw continues the prompt without one")
     asked = Asked(max_tokens, temperature, top_p, seed)
