@@ -354,3 +354,14 @@ def test_ctrl_c_leaves_nothing_behind(llm, monkeypatch, call):
     assert not llm._live
     assert not llm._searches
     assert llm.generate("abc", GREEDY)[0].outputs == before
+
+
+def test_a_windows_few_blocks_serve_any_length(tmp_path):
+    path, answers = write_tiny_model(tmp_path / "window.gguf", window=24), []
+    for blocks in (100, 3):
+        with LLM(path, kv_memory=blocks * 8192) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=1)
+            answers.append(llm.generate([[i % 250 for i in range(400)]], params)[0].outputs[0])
+            assert llm.engine.scheduler.pool.num_blocks == blocks
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].logprobs == answers[1].logprobs

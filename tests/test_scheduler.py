@@ -95,7 +95,7 @@ def test_unknown_policy_is_named():
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_what_can_never_fit_is_refused_with_the_numbers(kind):
     scheduler = make_scheduler(12, kind, max_len=1000)
-    longest = scheduler.plan.kv_tokens - 1
+    longest = scheduler.plan.longest(1000) - 1
     if longest < 900:
         with pytest.raises(ContextTooLong, match=f"{longest + 1} tokens.*12"):
             scheduler.add(request("a", [1] * (longest + 1), None))
@@ -103,6 +103,14 @@ def test_what_can_never_fit_is_refused_with_the_numbers(kind):
     (end,) = ends(run_all(scheduler)).values()
     assert end.finish_reason == "length"
     assert end.num_output >= 1
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_any_length_passes_through_the_blocks_of_a_window(chunked):
+    scheduler = make_scheduler(4, "window", max_len=1000, chunked_prefill=chunked)
+    scheduler.add(request("a", 900, 100))
+    (end,) = ends(run_all(scheduler)).values()
+    assert (end.finish_reason, end.num_output) == ("length", 100)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class CpuExecutor:
         gguf = open_weights(weights) if isinstance(weights, str | Path) else weights
         self.layout, self._num_blocks = layout, num_blocks
         decoder = read_decoder(gguf.metadata, spec, gguf.tensors)
-        positions = min(decoder.max_context, num_blocks * layout.block_size)
+        positions = layout.longest_in(num_blocks, decoder.max_context)
         mode = MODES[config.activations]
         # the first half of the progress is compiling, which after the first start takes no time
         warmup(common_kernels(mode), lambda share: progress(share / 2))

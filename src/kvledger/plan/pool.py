@@ -30,13 +30,12 @@ class PoolPlan:
 
     @property
     def kv_tokens(self) -> int:
-        """Longest single sequence the pool could hold: a whole number of blocks."""
-        low, high = 0, self.num_blocks * self.layout.block_size + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self.layout.blocks_for(middle) <= self.num_blocks
-            low, high = (middle, high) if fits else (low, middle)
-        return low
+        """Longest single sequence that could lie in the pool with a block for each of its tokens."""
+        return self.longest(self.num_blocks * self.layout.block_size)
+
+    def longest(self, most: int) -> int:
+        """Longest single sequence, of at most `most` tokens, that the pool could serve."""
+        return self.layout.longest_in(self.num_blocks, most)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Most blocks that one request holds; the scheduler cuts a chunk to the blocks that are free."""

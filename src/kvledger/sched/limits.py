@@ -21,7 +21,7 @@ def check_request(request: Request, pool: PoolPlan, max_model_len: int, vocab_si
         _check_ids(request, vocab_size)
     if prompt + (limit or 1) > max_model_len:
         raise ContextTooLong(_context_message(prompt, limit, max_model_len), "max_tokens" if limit else "prompt")
-    held = pool.kv_tokens
+    held = pool.longest(max_model_len)
     if prompt + 1 > held:
         raise ContextTooLong(
             f"the prompt's {prompt} tokens and one more need {pool.layout.blocks_for(prompt + 1)} blocks, the whole "

@@ -334,6 +334,14 @@ class KVLayout:
         """Most blocks that one sequence holds while it grows to `num_tokens`, over all groups."""
         return sum(g.blocks_for(num_tokens, in_flight) for g in self.groups)
 
+    def longest_in(self, num_blocks: int, most: int) -> int:
+        """Longest sequence, of at most `most` tokens, that so many blocks serve: any, where all layers have windows."""
+        low, high = 0, most + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.blocks_for(middle) <= num_blocks else (low, middle)
+        return low
+
     def blocks_in(self, num_bytes: int) -> int:
         """Whole blocks in a budget of `num_bytes`."""
         return max(0, num_bytes) // self.block_bytes
