@@ -235,8 +235,9 @@ def test_a_folder_that_cannot_be_is_told(path, tmp_path, monkeypatch, folder):
         LLM(path, kv_memory="1MiB", disk_dir=folder, disk_bytes=1 << 20)
 
 
-def test_a_prompt_is_found_on_disk_after_a_restart(path, tmp_path):
-    options = {"kv_memory": "1MiB", "disk_dir": str(tmp_path / "kv"), "disk_bytes": 1 << 20}
+@pytest.mark.parametrize("limit", [{}, {"disk_bytes": 1 << 20}])
+def test_a_prompt_is_found_on_disk_after_a_restart(path, tmp_path, limit):
+    options = {"kv_memory": "1MiB", "disk_dir": str(tmp_path / "kv"), **limit}
     prompt = "a long prompt, and the same one after the restart " * 4
     with LLM(path, **options) as first:
         before = first.generate(prompt, GREEDY)[0]

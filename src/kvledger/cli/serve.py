@@ -12,7 +12,7 @@ from kvledger.cli.engine_options import Activations, BlockSize, KvDtype, KvMemor
 from kvledger.cli.output import StatusLine, say
 from kvledger.errors import ConfigError, KvledgerError
 from kvledger.spec.config import CacheConfig, ExecConfig, SchedulerConfig
-from kvledger.units import parse_bytes, parse_count, parse_seconds
+from kvledger.units import GIB, parse_bytes, parse_count, parse_seconds
 
 if TYPE_CHECKING:
     from kvledger.build import Loaded
@@ -39,7 +39,9 @@ def serve(
     no_prefix_cache: bool = typer.Option(False, "--no-prefix-cache", help="Do not reuse K/V of equal beginnings."),
     swap_space: str = typer.Option("0", help="Memory that preempted sequences may be moved to, as 1GiB."),
     kv_disk: str = typer.Option(None, help="Folder that keeps prefix blocks beyond memory and restarts."),
-    kv_disk_size: str = typer.Option("4GiB", help="Most bytes in --kv-disk, per model and layout."),
+    kv_disk_size: str = typer.Option(
+        f"{_CACHE.disk_bytes // GIB}GiB", help="Most bytes in --kv-disk, per model and layout."
+    ),
     max_queue: int = typer.Option(None, help="Requests that may wait; beyond it clients get 503. Default: no limit."),
     request_timeout: str = typer.Option("", help="A request's longest life, as 60s or 5min; default: no limit."),
     threads: Threads = None,

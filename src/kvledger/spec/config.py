@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from kvledger.errors import ConfigError, UnknownName
 from kvledger.spec.kv_computed import check_block_size, computed_storage
+from kvledger.units import GIB
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 Policy = Literal["continuous", "static", "orca"]
@@ -27,7 +28,7 @@ class CacheConfig:
     prefix_caching: bool = True
     swap_bytes: int = 0  # host tier that preempted sequences may be swapped to
     disk_dir: str | None = None
-    disk_bytes: int = 0
+    disk_bytes: int = 4 * GIB  # most that `disk_dir` keeps, per model and layout
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
