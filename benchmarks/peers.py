@@ -28,29 +28,31 @@ FLOORS = {
     ((8, 128, 32), "decode"): 2.0, ((32, 128, 32), "decode"): 2.0, ((64, 128, 32), "decode"): 3.0,
 }  # fmt: skip
 PEERS = {"llama.cpp": "peer_llamacpp.py", "openvino": "peer_openvino.py"}
+FIGURES = ("prefill", "decode")
 HERE = Path(__file__).parent
 
 
-def ours(model: str, shape: tuple[int, int, int], *, threads: int, kv_dtype: str) -> dict:
+def ours(model: str, shape: tuple[int, int, int], *, threads: int, kv_dtype: str) -> dict | None:
     """One measurement in a process of its own, like the peers'."""
     b, p, g = map(str, shape)
-    command = [
+    found = answer("kvledger", shape, [
         sys.executable, "-m", "kvledger", "bench", "engine", "--model", model, "--batch", b, "--prompt", p,
         "--output", g, "--threads", str(threads), "--kv-dtype", kv_dtype, "--json",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    return {"prefill": found["prefill_tokens_per_s"], "decode": found["decode_tokens_per_s"],
-            "ceiling": found["ceiling_decode"], "overhead": found["overhead"]}  # fmt: skip
+    ])  # fmt: skip
+    return found and {figure: found[f"{figure}_tokens_per_s"] for figure in FIGURES}
 
 
 def peer(name: str, python: str, path: Path, shape: tuple[int, int, int], *, threads: int) -> dict | None:
-    """The runner's line, or nothing (and why) where it cannot run."""
-    command = [python, str(HERE / PEERS[name]), str(path), json.dumps([shape]), str(threads)]
+    """A peer's measurement."""
+    return answer(name, shape, [python, str(HERE / PEERS[name]), str(path), json.dumps([shape]), str(threads)])
+
+
+def answer(name: str, shape: tuple[int, int, int], command: list[str]) -> dict | None:
+    """The JSON that a runner prints, or nothing (and why) where it cannot run."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            return dict(json.loads(line))
+    start = done.stdout.find("{")
+    if done.returncode == 0 and start >= 0:
+        return dict(json.loads(done.stdout[start:]))
     last = done.stderr.strip().splitlines()[-1:] or ["no output"]
     print(f"{name}: left out at {shape} ({last[0]})", file=sys.stderr)
     return None
@@ -64,7 +66,7 @@ def measure(shape: tuple[int, int, int], rounds: int, runners: dict[str, Callabl
             if found := run(shape):
                 turns.setdefault(name, []).append(found)
                 print_line(name, shape, found)
-    return {name: {key: median(turn[key] for turn in found) for key in ("prefill", "decode")}
+    return {name: {key: median(turn[key] for turn in found) for key in FIGURES}
             for name, found in turns.items()}  # fmt: skip
 
 
@@ -78,7 +80,7 @@ def table(results: dict[tuple[int, int, int], dict[str, dict]]) -> list[dict]:
     """One row per shape and figure: everybody's tokens/s, and ours by the best of the others."""
     rows = []
     for shape, found in results.items():
-        for figure in ("prefill", "decode"):
+        for figure in FIGURES:
             rates = {name: figures[figure] for name, figures in found.items()}
             others = [rate for name, rate in rates.items() if name != "kvledger"]
             ratio = rates["kvledger"] / max(others) if others and "kvledger" in rates else None

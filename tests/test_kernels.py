@@ -13,7 +13,7 @@ import pytest
 from kvledger.kernels import attention as att
 from kvledger.kernels import attention_loops as loops
 from kvledger.kernels import elementwise as ew
-from kvledger.kernels import isa, kv_int4, kv_pages, kv_write
+from kvledger.kernels import isa, kv_int4, kv_pages, kv_write, simd
 from kvledger.kernels import latent as mla
 from kvledger.kernels import matmul as mm
 from kvledger.kernels import matmul_amx as amx
@@ -21,7 +21,7 @@ from kvledger.kernels import matmul_f32 as f32
 from kvledger.kernels import packed as pk
 from kvledger.kernels import reference as ref
 from kvledger.kernels.jit import Kernel
-from kvledger.kernels.team import Team, empty_program
+from kvledger.kernels.team import Team, empty_program, next_item
 from kvledger.spec.kv import FullKV, KVStorage, LatentKV
 
 RNG = np.random.default_rng(7)
@@ -31,6 +31,15 @@ NOPE, EPS = 16, 1e-5  # of latent attention: channels of a query that are not re
 LATENT_NORM = (1 + 0.3 * RNG.standard_normal(512)).astype(np.float32)
 LOW_BITS = {**pk.TERM_BITS, "int16": pk.TERM_BITS["int8x2"]}
 MODES = [*INTEGER, "fp32", *(["bf16"] if isa.ISA.amx else [])]
+
+
+def _exp_of_rows(op, ctx, thread):
+    """Arguments: x, y; 16 numbers are a row."""
+    x, y, rows = simd.get_i64(op + 8), simd.get_i64(op + 16), mm.num_rows(op, ctx)
+    row = next_item(op)
+    while row < rows:
+        simd.store_f32(y + row * 64, simd.exp(simd.load_f32(x + row * 64)))
+        row = next_item(op)
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -156,6 +165,24 @@ def unpacked(acts, rows, mode):
     scale, total = (acts.scales[:, :, i].transpose(0, 2, 1).reshape(-1, acts.cols // 32)[:rows] for i in (0, 1))
     assert np.allclose(total, scale * level.sum(-1), rtol=1e-6)
     return (level * scale[..., None]).reshape(rows, -1), scale
+
+
+EXP = Kernel("exp_of_rows", _exp_of_rows)
+
+
+def test_exp(team):
+    """As near as it says, 1 at 0, 0 far below, and cut above."""
+    x = np.concatenate([np.linspace(-87, 88, 40_000), [0, -87.9, -1e4, -3e38, 88.5, 1e30, *[0] * 10]]).astype(
+        np.float32
+    )
+    got = np.zeros_like(x)
+    run(team, [[EXP.address, x.ctypes.data, got.ctypes.data]], len(x) // 16)
+    near = x[:40_000].astype(np.float64)
+    error = np.abs(got[:40_000] / np.exp(near) - 1)
+    assert error.max() < 4e-6
+    assert (error / np.maximum(1, np.abs(near))).max() < 2e-7
+    assert got[40_000:40_004].tolist() == [1, 0, 0, 0]
+    assert np.array_equal(got[40_004:40_006], np.full(2, got[39_999]))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
@@ -392,13 +419,19 @@ def test_stored_int8_keys_are_the_references(team, q_size, loud):
         POOL=pool, SEGMENT_OF=np.zeros(16, np.int32), TABLE_STRIDE=tables.shape[1])  # fmt: skip
     page = pool[tables[0, 0] * shape.stride :]
     q, k, _ = (ref.hadamard(x) for x in np.split(qkv, [shape.heads, shape.heads + shape.kv_heads], axis=1))
-    expected = ref.keys_through_int8(k, q if q_size == 4 else ref.to_bf16(q))[:, 0]
+    q = q if q_size == 4 else ref.to_bf16(q)
+    expected = ref.keys_through_int8(k, q)[:, 0]
     levels, zero, scale = stored_int8_keys(page, shape.dim)
     moved = levels - np.rint(ref.through_int8(k)[:, 0] / scale) - zero
     assert np.abs(moved).max() == 1
     assert 16 <= np.count_nonzero(moved) <= 64
     differ = (np.abs((levels - zero) * scale - expected) > 0.5 * scale).any(axis=1)
     assert np.count_nonzero(differ) <= 4, differ  # where two moves gain nearly alike
+    read = q[:, : shape.ratio]
+    weight = np.square(read).sum(axis=(1, 2)) / shape.dim
+    left = [np.square(np.einsum("rjd,rd->rj", read, e)).sum(1) + weight * np.square(e).sum(1)
+            for e in (k[:, 0] - (levels - zero) * scale, k[:, 0] - expected)]  # fmt: skip
+    assert (left[0] < 1.1 * left[1]).all(), left  # and what is to be lessened ends about as small
 
 
 def test_int8_keys_are_rounded_for_the_queries_that_read_them(team):

@@ -49,7 +49,7 @@ TYPES = [*((t, b) for t in ("bf16", "fp32", "int8", "fp8") for b in (8, 16, 64))
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "block_size"),
-    [(kind, *how) for kind in KINDS for how in TYPES if KINDS[kind] is not LATENT or how[0] in ("bf16", "fp32")],
+    [(kind, *how) for kind in KINDS for how in TYPES if KINDS[kind] is not LATENT or how[0] in OF_LATENTS],
 )
 def test_planned_blocks_are_the_pools_blocks(kind, dtype, block_size):
     spec = spec_of(KINDS[kind])

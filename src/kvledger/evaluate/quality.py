@@ -25,13 +25,12 @@ from kvledger.evaluate.retrieval import DEPTHS, Retrieval, make_needles, retriev
 from kvledger.evaluate.text import BUNDLED, begin_of_text, read_text, windows
 from kvledger.spec.config import Activations, CacheConfig, ExecConfig
 from kvledger.spec.from_gguf import model_from_gguf
-from kvledger.spec.kv_computed import kind_of
+from kvledger.spec.kv_computed import COMPUTED, kind_of
 from kvledger.spec.model import ModelSpec
 from kvledger.text.tokenizer import Tokenizer
 from kvledger.weights.open import open_weights
 from kvledger.weights.store import resolve
 
-KV_DTYPES = ("bf16", "fp32", "int8", "fp8", "int4")
 ACTIVATIONS: tuple[str, ...] = get_args(Activations)
 WINDOW, CONTEXTS = 2048, (1024, 2048)
 Progress = Callable[[str], None]
@@ -41,17 +40,16 @@ Progress = Callable[[str], None]
 class Asked:
     """What to evaluate. `text` None: the bundled one; `contexts`: of retrieval; `peer_python` has llama.cpp.
 
-    `kv_dtypes`, `window` and `contexts` None: the usual ones, as far as model and text allow. Raises ConfigError,
-    UnknownName for what no model could answer.
+    `kv_activations`: under which KV types are compared, and by the first of which facts are retrieved. `kv_dtypes`,
+    `window` and `contexts` None: the usual ones, as far as model and text allow. Raises ConfigError, UnknownName for
+    what no model could answer.
     """
 
     model: str = "smollm2"
     text: Path | None = None
     kv_dtypes: tuple[str, ...] | None = None
     activations: tuple[str, ...] = ACTIVATIONS
-    kv_activations: tuple[str, ...] = (
-        "int8x2",
-    )  # arithmetic under which KV types are compared; retrieval by the first
+    kv_activations: tuple[str, ...] = ("int8x2",)
     num_tokens: int = 8192
     window: int | None = None
     contexts: tuple[int, ...] | None = None
@@ -186,7 +184,7 @@ def _prepare(asked: Asked, progress: Progress) -> _Job:
 def _kv_dtypes(asked: Asked, spec: ModelSpec) -> tuple[str, ...]:
     """Those that were asked for, else those that this model's caches are computed with. Raises UnsupportedModel."""
     if asked.kv_dtypes is None:
-        return tuple(name for name in KV_DTYPES if _is_computed(spec, name))
+        return tuple(name for name in COMPUTED if _is_computed(spec, name))
     for name in asked.kv_dtypes:
         _kind(spec, name)
     return asked.kv_dtypes

@@ -14,7 +14,15 @@ from kvledger.kernels import simd
 from kvledger.kernels.jit import Kernel, inline
 from kvledger.kernels.matmul import NUM_THREADS, num_rows
 from kvledger.kernels.matmul_amx import store_activations
-from kvledger.kernels.packed import MAX_LEVEL, SCALES_BYTES, TERM_BITS, Activations, PackedMatrix, group_bytes
+from kvledger.kernels.packed import (
+    MAX_LEVEL,
+    SCALES_BYTES,
+    TERM_BITS,
+    Activations,
+    PackedMatrix,
+    bytes_of_terms,
+    group_bytes,
+)
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
 
@@ -28,18 +36,20 @@ def rows_chunk(op: int, ctx: int) -> Any:
     return max(1, num_rows(op, ctx) // (4 * simd.get_i64(ctx + 8 * NUM_THREADS)))
 
 
+row_bytes = inline(bytes_of_terms)
+
+
 @inline
 def quantise_group(v0, v1, values, scales, row, group, groups, shift, level):  # type: ignore[no-untyped-def]
     """Two vectors, 32 activations of a row's group → their terms in `values`, their scale and sum in `scales`.
 
     `shift` is `TERM_BITS`' number: below 0 the forms without terms, of which only the integers have scales.
     """
-    place = (row // 16 * groups + group) * 16 + row % 16
+    values += ((row // 16 * groups + group) * 16 + row % 16) * row_bytes(shift)
     if shift == -2:
-        simd.store_f32(values + place * 128, v0)
-        simd.store_f32(values + place * 128 + 64, v1)
+        simd.store_f32(values, v0)
+        simd.store_f32(values + 64, v1)
         return
-    values += place * (32 if shift == 0 else 64)
     if shift == -1:
         store_activations(v0, v1, values)
         return

@@ -297,7 +297,7 @@ class Emit:
         return self.fma(self.bitcast(x & mask, VF32), self.bitcast(y & mask, VF32), low)
 
     def exp(self, x: Val) -> Val:
-        """e^x, relative error below 2e-7; 0 below −87.7, and x is cut at 88. Exactly 1 at 0.
+        """e^x, relative error below 2e-7 · max(1, |x|) and 4e-6; 0 below −87.7, and x is cut at 88. Exactly 1 at 0.
 
         2^n × 2^f with |f| ≤ ½; the polynomial is Taylor's in f·ln 2 (Cephes' expf uses the same reduction). Adding
         1.5 · 2^23 leaves the integer n in the last bits; where n is −127, 2^n has no bits: 0.

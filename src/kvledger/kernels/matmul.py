@@ -141,6 +141,7 @@ def _variant(bits: int, wide: bool, mode: str) -> Kernel:
     return Kernel(f"matmul_{name}", _matmul, multiply_tile=inline(tile), STRIDE=stride)
 
 
+# by bits and `wide` of the weights and the activations' mode, as `integer_mode` gives it
 KERNELS: dict[tuple[int, bool, str], Kernel] = {
     (bits, wide, mode): _variant(bits, wide, mode)
     for bits in (4, 8)
@@ -148,11 +149,6 @@ KERNELS: dict[tuple[int, bool, str], Kernel] = {
     for mode in (("int8", "int8x2") if ISA.vnni else ("int8", "int16"))
     if mode == integer_mode(mode, bits)
 }
-
-
-def kernel_for(bits: int, wide: bool, mode: str) -> Kernel:
-    """The kernel of weights in `bits` bits for activations in a mode that `integer_mode` gives for them."""
-    return KERNELS[bits, wide, mode]
 
 
 def matmul(x: Activations, w: PackedMatrix, y: int, ldy: int, mode: str, bias: np.ndarray, *, add: bool) -> list[int]:
@@ -163,6 +159,6 @@ def matmul(x: Activations, w: PackedMatrix, y: int, ldy: int, mode: str, bias: n
     assert x.cols == w.cols, f"{x.cols} activations meet rows of {w.cols} weights"
     assert len(bias) >= w.num_tiles * TILE
     return [
-        kernel_for(w.bits, w.wide, mode).address, x.values.ctypes.data, x.scales.ctypes.data, w.data.ctypes.data,
+        KERNELS[w.bits, w.wide, mode].address, x.values.ctypes.data, x.scales.ctypes.data, w.data.ctypes.data,
         bias.ctypes.data, y, w.num_tiles, w.num_groups, ldy, TERM_BITS[mode] if ISA.vnni else PARTS, int(add),
     ]  # fmt: skip

@@ -27,9 +27,14 @@ MAX_LEVEL = {"int8": 127, "int8x2": 127 * 128 + 63, "int16": 127 * 128 + 63}
 ORDER = [8 * p + k for p in range(4) for k in (0, 2, 4, 6, 1, 3, 5, 7)]
 
 
+def bytes_of_terms(term_bits: int) -> int:
+    """Bytes of a row's group of activations kept as `TERM_BITS` tells. Plain enough for Numba."""
+    return 32 if term_bits == 0 else 128 if term_bits == -2 else 64
+
+
 def x_bytes(mode: str) -> int:
     """Bytes of a row's group of activations."""
-    return {"int8": GROUP, "fp32": 4 * GROUP}.get(mode, 2 * GROUP)
+    return bytes_of_terms(TERM_BITS[mode])
 
 
 def integer_mode(mode: str, bits: int, *, fine: bool = False) -> str:

@@ -17,12 +17,12 @@ def common_kernels(mode: str, size: int = 2, form: str = "in_place") -> list[Ker
         if mode == "bf16":
             products.append(matmul_amx.KERNELS[bits, False])
             if bits == 8:
-                products.append(matmul.kernel_for(bits, False, "int8x2"))  # the head
+                products.append(matmul.KERNELS[bits, False, "int8x2"])  # the head
         elif mode == "fp32":
             products.append(matmul_f32.KERNELS[bits, False])
         else:
             modes = {integer_mode(mode, bits, fine=fine) for fine in (False, True)}
-            products += [matmul.kernel_for(bits, False, each) for each in sorted(modes)]
+            products += [matmul.KERNELS[bits, False, each] for each in sorted(modes)]
     others = [elementwise.EMBED, elementwise.NORM_QUANTISE, elementwise.GATE_QUANTISE]
     cached = [kv_write.ROPE_WRITE, attention.KERNELS[size, form], attention.MERGE]
     return products + others + cached

@@ -20,7 +20,7 @@ from kvledger.plan.profiles.base import Allocation, Band, Term, get_profile
 from kvledger.plan.profiles.vllm import storage_of
 from kvledger.plan.query import Query, check, unsplit_attention
 from kvledger.plan.timing import Speed, Timing, rank_weights, speed
-from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
+from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig, kv_dtype_meant
 from kvledger.spec.kv import KVLayout, KVStorage
 from kvledger.spec.model import ModelSpec, pipeline_stages
 from kvledger.spec.weights import WeightBytes, stage_weights
@@ -261,7 +261,7 @@ def timing_of(query: Query, layout: KVLayout | None = None, weights: WeightBytes
 def kv_dtype_of(query: Query) -> str:
     """The KV type meant: `auto` is kvledger's default under kvledger, the type of the activations elsewhere."""
     if query.engine == "kvledger":
-        return CacheConfig().kv_dtype if query.kv_dtype == "auto" else query.kv_dtype
+        return kv_dtype_meant(query.kv_dtype)
     if query.engine == "vllm":
         return storage_of(query.model, query.kv_dtype).name
     return query.model.activation_dtype if query.kv_dtype == "auto" else query.kv_dtype

@@ -52,6 +52,11 @@ class CacheConfig:
         return self.block_size or computed_storage(self.kv_dtype).usual_block_size
 
 
+def kv_dtype_meant(name: str) -> str:
+    """The KV type that an engine is told: `auto` is the default."""
+    return CacheConfig().kv_dtype if name == "auto" else name
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Who runs in a step: at most `max_num_seqs` sequences and `max_num_batched_tokens` new tokens."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvledger.errors import ConfigError
 from kvledger.plan.pool import RUNTIME_BYTES, local_pool, weights_in_memory
 from kvledger.plan.profiles.base import Allocation, Band, BlockGroup, Pool, Setup, Term, required
-from kvledger.spec.config import CacheConfig, EngineConfig
+from kvledger.spec.config import CacheConfig, EngineConfig, kv_dtype_meant
 from kvledger.spec.device import DeviceSpec
 from kvledger.spec.model import ModelSpec
 from kvledger.units import GIB
@@ -46,6 +46,5 @@ class KvledgerProfile:
 
 
 def _config(setup: Setup) -> EngineConfig:
-    kv_dtype = CacheConfig().kv_dtype if setup.kv_dtype == "auto" else setup.kv_dtype
-    cache = CacheConfig(setup.block_size, kv_dtype, setup.available_bytes)
+    cache = CacheConfig(setup.block_size, kv_dtype_meant(setup.kv_dtype), setup.available_bytes)
     return EngineConfig(cache=cache, max_model_len=setup.max_model_len)
