@@ -83,7 +83,6 @@ class Ops:
         self._zeros: dict[int, Array] = {}
 
     def add(self, *ops: list[int]) -> None:
-        assert all(len(op) <= mm.ROWS_AT // 8 for op in ops), "arguments reach into the address of an op's rows"
         self.ops += ops
 
     def rows(self, width: int) -> Array:
