@@ -31,6 +31,7 @@ from kvledger.text.tokenizer import Tokenizer
 from kvledger.weights.open import open_weights
 from kvledger.weights.store import resolve
 
+KV_DTYPES = tuple(sorted(COMPUTED, key=lambda name: name not in ("bf16", "fp32")))  # those that round least first
 ACTIVATIONS: tuple[str, ...] = get_args(Activations)
 WINDOW, CONTEXTS = 2048, (1024, 2048)
 Progress = Callable[[str], None]
@@ -184,7 +185,7 @@ def _prepare(asked: Asked, progress: Progress) -> _Job:
 def _kv_dtypes(asked: Asked, spec: ModelSpec) -> tuple[str, ...]:
     """Those that were asked for, else those that this model's caches are computed with. Raises UnsupportedModel."""
     if asked.kv_dtypes is None:
-        return tuple(name for name in COMPUTED if _is_computed(spec, name))
+        return tuple(name for name in KV_DTYPES if _is_computed(spec, name))
     for name in asked.kv_dtypes:
         _kind(spec, name)
     return asked.kv_dtypes
