@@ -20,13 +20,10 @@ import numpy as np
 from kvledger.kernels import simd
 from kvledger.kernels.attention_loops import (
     HAS_AMX,
+    LOOPS,
     SPAN,
     SPLIT_ROWS,
     TILE_SHAPES,
-    all_mixes,
-    all_mixes_wide,
-    all_scores,
-    all_scores_wide,
 )
 from kvledger.kernels.elementwise import POOL, TABLE_STRIDE, TABLES, tanh
 from kvledger.kernels.hadamard import transform
@@ -334,8 +331,8 @@ TILES = {"in_place": tiles_in_place, "staged": tiles_staged, "sealed": tiles_sea
 
 
 def _variant(size: int, form: str) -> Kernel:
-    inner = (all_scores, all_mixes) if query_size(size) == 2 else (all_scores_wide[size], all_mixes_wide[size])
-    bound = {"scores_of": inner[0], "mixes_of": inner[1], "tiles_of": TILES[form], "SIZE": size}
+    scores, mixes = LOOPS[size]
+    bound = {"scores_of": scores, "mixes_of": mixes, "tiles_of": TILES[form], "SIZE": size}
     name = f"attention_{form}_{8 * size}"
     return Kernel(name, _attention, **bound, Q_SIZE=query_size(size), HAS_AMX=ISA.amx and size == 2)
 

@@ -5,9 +5,11 @@ Every loop treats its rows alike and apart, whether they are one, four, eight or
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba.core import types
 
 from kvledger.kernels import simd
@@ -20,51 +22,49 @@ SPAN = 256  # keys per span
 SPLIT_ROWS = 16  # most query rows of a unit whose spans are dealt out to threads; up to as many, memory binds
 
 
-def _scores_rows(rows: int) -> Any:
-    """Scores of `rows` query rows against one tile of 16 keys."""
+class Form(NamedTuple):
+    """How two channels of 16 keys, or two keys' values, meet a row's two numbers.
 
-    def emit(e: Emit, q: Val, ldq: Val, keys: Val, pairs: Val, out: Val) -> None:
-        sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
-        with e.loop(pairs) as p:
-            k = e.load(VI32, keys + p * 64)
-            for r in range(rows):
-                sums[r].set(e.dot_bf16(sums[r].get(), k, e.load_splat(I32, q + ldq * r + p * 4)))
-        for r in range(rows):
-            e.store(sums[r].get(), out, r * SPAN * 4)
+    They are `operands` at an address (and so many bytes after it, where they lie apart), each met by one `word` of the
+    row's `pair_bytes`. `widths`: columns of 16 values that loops of one to four rows take at once: enough sums that do
+    not wait for each other, few enough for the registers.
+    """
 
-    return emitted(types.void, [types.int64] * 5, emit)
-
-
-def _mix_rows(rows: int, width: int) -> Any:
-    """out[rows, 16·width] = P · V over `tiles` tiles of 16 keys whose values lie at `addresses`."""
-
-    def emit(e: Emit, p: Val, addresses: Val, tiles: Val, offset: Val, ldv: Val, out: Val, ldo: Val) -> None:
-        sums = [[e.var(e.const(VF32, 0.0)) for _ in range(width)] for _ in range(rows)]
-        with e.loop(tiles) as t:
-            values = e.load(I64, addresses + t * 8) + offset
-            for pair in range(8):
-                v = [e.load(VI32, values + ldv * pair, c * 64) for c in range(width)]
-                for r in range(rows):
-                    weight = e.load_splat(I32, p + t * 32, r * SPAN * 2 + pair * 4)
-                    for c in range(width):
-                        sums[r][c].set(e.dot_bf16(sums[r][c].get(), v[c], weight))
-        for r in range(rows):
-            for c in range(width):
-                e.store(sums[r][c].get(), out + ldo * r, c * 64)
-
-    return emitted(types.void, [types.int64] * 7, emit)
+    name: str
+    operands: Callable[[Emit, Val, Val], list[Val]]
+    word: ir.Type
+    dot: Callable[[Emit, Val, Val, Val], Val]
+    pair_bytes: int
+    size: int  # bytes of a key's or value's number
+    many: int  # rows of scores at once
+    widths: tuple[int, int, int, int]
 
 
-def _two_keys(e: Emit, keys: Val, pair: Val, size: int) -> list[Val]:
-    """Channels 2·pair and 2·pair + 1 of 16 keys in float32, from keys of `size` bytes."""
-    if size == 4:
-        return [e.load(VF32, keys + pair * 128, 64 * i) for i in range(2)]
-    both = e.load(VI32, keys + pair * 64)
+def _both_channels(e: Emit, address: Val, apart: Val) -> list[Val]:
+    return [e.load(VI32, address)]
+
+
+def _upper_halves(e: Emit, address: Val, apart: Val) -> list[Val]:
+    both = e.load(VI32, address)
     return [e.bitcast(both << 16, VF32), e.bitcast(both & -65536, VF32)]
 
 
-def _scores_wide(rows: int, size: int, *, asks: bool = True) -> Any:
-    """As `_scores_rows` with queries and sums in float32, where the CPU has no dot products of bfloat16.
+def _two_vectors(e: Emit, address: Val, apart: Val) -> list[Val]:
+    return [e.load(VF32, address), e.load(VF32, address + apart)]
+
+
+def _multiply(e: Emit, total: Val, key: Val, word: Val) -> Val:
+    return e.fma(key, word, total)
+
+
+# dot products of bfloat16, float32 on bfloat16 where the CPU has none, float32 throughout
+DOTS = Form("dots", _both_channels, I32, lambda e, s, k, w: e.dot_bf16(s, k, w), 4, 2, 8, (4, 4, 4, 4))
+HALVES = Form("halves", _upper_halves, F32, _multiply, 8, 2, 4, (4, 2, 2, 1))
+FLOATS = HALVES._replace(name="floats", operands=_two_vectors, size=4)
+
+
+def _scores(form: Form, rows: int, *, asks: bool) -> Any:
+    """Scores of `rows` query rows against one tile of 16 keys.
 
     `asks`: on the way a line each is asked for at two addresses, for few rows wait for memory, and many at once
     would hold up the loads behind them.
@@ -76,34 +76,33 @@ def _scores_wide(rows: int, size: int, *, asks: bool = True) -> Any:
             if asks:
                 e.prefetch(next_keys + p * 64, 0)
                 e.prefetch(values + p * 64, 0)
-            for i, k in enumerate(_two_keys(e, keys, p, size)):
+            for i, k in enumerate(form.operands(e, keys + p * (32 * form.size), e.i64(64))):
                 for r in range(rows):
-                    sums[r].set(e.fma(k, e.load_splat(F32, q + ldq * r + p * 8, i * 4), sums[r].get()))
+                    word = e.load_splat(form.word, q + ldq * r + p * form.pair_bytes, 4 * i)
+                    sums[r].set(form.dot(e, sums[r].get(), k, word))
         for r in range(rows):
             e.store(sums[r].get(), out, r * SPAN * 4)
 
     return emitted(types.void, [types.int64] * 7, emit)
 
 
-def _mix_wide(rows: int, size: int, width: int = 0) -> Any:
-    """out[rows, 16·width] = P · V with weights in float32, over tiles of 16 keys whose values have `size` bytes.
-
-    `width` 0: `WIDTH`. Few rows take more channels at once: enough sums that do not wait for each other, few enough
-    for the registers.
-    """
-    width = width or WIDTH[rows]
+def _mix(form: Form, rows: int, width: int) -> Any:
+    """out[rows, 16·width] = P · V over `tiles` tiles of 16 keys whose values lie at `addresses`."""
+    row_bytes = SPAN * form.pair_bytes // 2
 
     def emit(e: Emit, p: Val, addresses: Val, tiles: Val, offset: Val, ldv: Val, out: Val, ldo: Val) -> None:
         sums = [[e.var(e.const(VF32, 0.0)) for _ in range(width)] for _ in range(rows)]
         with e.loop(tiles) as t:
             values = e.load(I64, addresses + t * 8) + offset
             for pair in range(8):
-                columns = [_two_values(e, values, ldv, pair, c, size) for c in range(width)]
-                for i in range(2):
+                at = values + ldv * (pair * form.size // 2)
+                columns = [form.operands(e, at + 64 * c, ldv) for c in range(width)]
+                for i in range(len(columns[0])):
                     for r in range(rows):
-                        weight = e.load_splat(F32, p + t * 64, r * SPAN * 4 + (2 * pair + i) * 4)
+                        place = r * row_bytes + pair * form.pair_bytes + 4 * i
+                        weight = e.load_splat(form.word, p + t * (8 * form.pair_bytes), place)
                         for c in range(width):
-                            sums[r][c].set(e.fma(columns[c][i], weight, sums[r][c].get()))
+                            sums[r][c].set(form.dot(e, sums[r][c].get(), columns[c][i], weight))
         for r in range(rows):
             for c in range(width):
                 e.store(sums[r][c].get(), out + ldo * r, c * 64)
@@ -111,15 +110,90 @@ def _mix_wide(rows: int, size: int, width: int = 0) -> Any:
     return emitted(types.void, [types.int64] * 7, emit)
 
 
-def _two_values(e: Emit, values: Val, ldv: Val, pair: int, column: int, size: int) -> list[Val]:
-    """16 channels of the values of keys 2·pair and 2·pair + 1, in float32."""
-    if size == 4:
-        return [e.load(VF32, values + ldv * (2 * pair + i), column * 64) for i in range(2)]
-    both = e.load(VI32, values + ldv * pair, column * 64)
-    return [e.bitcast(both << 16, VF32), e.bitcast(both & -65536, VF32)]
+# names bound per form
+many: Any = None
+four: Any = None
+three: Any = None
+two: Any = None
+one: Any = None
+narrow4: Any = None
+narrow1: Any = None
+MANY = 8
+WIDTH1, WIDTH2, WIDTH3, WIDTH4 = 4, 4, 4, 4
+P_SIZE = 2  # bytes of a weight
 
 
-WIDTH = {1: 4, 2: 2, 3: 2, 4: 1}  # 16 channels of values at once, by rows
+def _all_scores(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
+    """Scores of all rows against tiles [first, tiles) of a span. The first rows ask for what comes next."""
+    pairs = dim // 2
+    for t in range(first, tiles):
+        address, to = simd.get_i64(keys + 8 * t), out + t * 64
+        following, value = simd.get_i64(keys + 8 * min(t + 2, tiles - 1)), simd.get_i64(values + 8 * t)
+        r = 0
+        while rows - r >= 4:
+            if r > 0 and rows - r >= MANY:
+                many(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, 0, 0)
+                r += MANY
+            else:
+                four(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
+                r += 4
+        if rows - r == 3:
+            three(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
+        elif rows - r == 2:
+            two(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
+        elif rows - r == 1:
+            one(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
+
+
+def _all_mixes(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
+    """out[rows, dim] = P · V over the span's tiles."""
+    ldo, ldv, row_bytes = dim * 4, dim * 4, SPAN * P_SIZE
+    most, d = rows // 4 * 4, 0
+    while most > 0 and d < dim:
+        is_wide = dim - d >= 16 * WIDTH4
+        for r in range(0, most, 4):
+            if is_wide:
+                four(p + r * row_bytes, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
+            else:
+                narrow4(p + r * row_bytes, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
+        d += 16 * WIDTH4 if is_wide else 16
+    at, to, d = p + most * row_bytes, out + most * ldo, 0
+    while rows > most and d < dim:
+        if rows - most == 3 and dim - d >= 16 * WIDTH3:
+            three(at, values, tiles, d * 4, ldv, to + d * 4, ldo)
+            d += 16 * WIDTH3
+        elif rows - most == 2 and dim - d >= 16 * WIDTH2:
+            two(at, values, tiles, d * 4, ldv, to + d * 4, ldo)
+            d += 16 * WIDTH2
+        elif rows - most == 1 and dim - d >= 16 * WIDTH1:
+            one(at, values, tiles, d * 4, ldv, to + d * 4, ldo)
+            d += 16 * WIDTH1
+        else:
+            for r in range(rows - most):
+                narrow1(at + r * row_bytes, values, tiles, d * 4, ldv, to + r * ldo + d * 4, ldo)
+            d += 16
+
+
+_COUNTS = ("one", "two", "three", "four")
+
+
+def scores_over(form: Form) -> Any:
+    """`_all_scores` with keys of a form."""
+    loops = {name: _scores(form, rows, asks=True) for rows, name in enumerate(_COUNTS, 1)}
+    loops["many"] = _scores(form, form.many, asks=False)
+    return inline(rebound(_all_scores, f"_all_scores_{form.name}", MANY=form.many, **loops))
+
+
+def mixes_over(form: Form) -> Any:
+    """`_all_mixes` with values of a form."""
+    widths = dict(zip(_COUNTS, form.widths, strict=True))
+    loops = {name: _mix(form, rows, widths[name]) for rows, name in enumerate(_COUNTS, 1)}
+    loops |= {"narrow4": _mix(form, 4, 1), "narrow1": _mix(form, 1, 1)}
+    bound = {f"WIDTH{rows}": width for rows, width in enumerate(form.widths, 1)}
+    return inline(rebound(_all_mixes, f"_all_mixes_{form.name}", P_SIZE=form.pair_bytes // 2, **bound, **loops))
+
+
+# ---------------------------------------------------------------------------------------------- tiles (AMX)
 
 
 def _scores_amx(e: Emit, q: Val, ldq: Val, keys: Val, blocks: Val, out: Val) -> None:
@@ -133,7 +207,7 @@ def _scores_amx(e: Emit, q: Val, ldq: Val, keys: Val, blocks: Val, out: Val) -> 
 
 
 def _mix_amx(width: int) -> Any:
-    """As `_mix_rows` for 16 rows."""
+    """As `_mix` for 16 rows."""
 
     def emit(e: Emit, p: Val, addresses: Val, tiles: Val, offset: Val, ldv: Val, out: Val, ldo: Val) -> None:
         for c in range(width):
@@ -167,8 +241,6 @@ if ISA.amx:
 else:
     scores_amx = emitted(types.void, [types.int64] * 5, lambda e, *args: None)
     mix_amx4 = mix_amx1 = emitted(types.void, [types.int64] * 7, lambda e, *args: None)
-scores8, scores4, scores1 = _scores_rows(8), _scores_rows(4), _scores_rows(1)
-mix4x4, mix4x1, mix1x4, mix1x1 = _mix_rows(4, 4), _mix_rows(4, 1), _mix_rows(1, 4), _mix_rows(1, 1)
 
 
 def _prefetch(e: Emit, address: Val, lines: Val) -> None:
@@ -192,123 +264,37 @@ def ask_ahead(keys, values, first, t, tiles, dim):  # type: ignore[no-untyped-de
 
 
 @inline
-def all_scores(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
-    """Scores of all rows against tiles [first, tiles) of a span."""
+def scores_by_tiles(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
+    """As `_all_scores`, sixteen rows at a time."""
     for t in range(first, tiles):
         address = simd.get_i64(keys + 8 * t)
         if rows <= SPLIT_ROWS:
             ask_ahead(keys, values, first, t, tiles, dim)
-        r = 0
-        if HAS_AMX:
-            while r < rows:
-                scores_amx(q + r * ldq, ldq, address, (dim + 31) // 32, out + (r * SPAN + t * 16) * 4)
-                r += 16
-        while rows - r >= 8:
-            scores8(q + r * ldq, ldq, address, dim // 2, out + (r * SPAN + t * 16) * 4)
-            r += 8
-        while rows - r >= 4:
-            scores4(q + r * ldq, ldq, address, dim // 2, out + (r * SPAN + t * 16) * 4)
-            r += 4
-        while rows - r >= 1:
-            scores1(q + r * ldq, ldq, address, dim // 2, out + (r * SPAN + t * 16) * 4)
-            r += 1
-
-
-# names bound per size of keys and values
-wide4: Any = None
-wide3: Any = None
-wide2: Any = None
-wide1: Any = None
-narrow1: Any = None
-many4: Any = None
-
-
-def _all_scores_wide(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
-    """As `all_scores`, queries in float32."""
-    pairs = dim // 2
-    for t in range(first, tiles):
-        address, to = simd.get_i64(keys + 8 * t), out + t * 64
-        following, value = simd.get_i64(keys + 8 * min(t + 2, tiles - 1)), simd.get_i64(values + 8 * t)
-        r = 0
-        while rows - r >= 4:
-            if r > 0:
-                many4(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, 0, 0)
-            else:
-                wide4(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
-            r += 4
-        if rows - r == 3:
-            wide3(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
-        elif rows - r == 2:
-            wide2(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
-        elif rows - r == 1:
-            wide1(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
-
-
-def _all_mixes_wide(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
-    """As `all_mixes`, weights in float32."""
-    ldo, ldv = dim * 4, dim * 4
-    most = rows // 4 * 4
-    for d in range(0, dim, 16):
-        for r in range(0, most, 4):
-            wide4(p + r * SPAN * 4, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-    at, to, d = p + most * SPAN * 4, out + most * ldo, 0
-    while rows > most and d < dim:
-        if rows - most == 3 and dim - d >= 32:
-            wide3(at, values, tiles, d * 4, ldv, to + d * 4, ldo)
-            d += 32
-        elif rows - most == 2 and dim - d >= 32:
-            wide2(at, values, tiles, d * 4, ldv, to + d * 4, ldo)
-            d += 32
-        elif rows - most == 1 and dim - d >= 64:
-            wide1(at, values, tiles, d * 4, ldv, to + d * 4, ldo)
-            d += 64
-        else:
-            for r in range(rows - most):
-                narrow1(at + r * SPAN * 4, values, tiles, d * 4, ldv, to + r * ldo + d * 4, ldo)
-            d += 16
-
-
-def _scores_over(size: int) -> Any:
-    loops = {f"wide{rows}": _scores_wide(rows, size) for rows in WIDTH}
-    many = _scores_wide(4, size, asks=False)
-    return inline(rebound(_all_scores_wide, f"_all_scores_wide_{8 * size}", many4=many, **loops))
-
-
-def _mixes_over(size: int) -> Any:
-    loops = {f"wide{rows}": _mix_wide(rows, size) for rows in WIDTH}
-    narrow = _mix_wide(1, size, 1)
-    return inline(rebound(_all_mixes_wide, f"_all_mixes_wide_{8 * size}", narrow1=narrow, **loops))
-
-
-all_scores_wide = {size: _scores_over(size) for size in (2, 4)}
-all_mixes_wide = {size: _mixes_over(size) for size in (2, 4)}
+        for r in range(0, rows, 16):
+            scores_amx(q + r * ldq, ldq, address, (dim + 31) // 32, out + (r * SPAN + t * 16) * 4)
 
 
 @inline
-def all_mixes(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
-    """out[rows, dim] = P · V over the span's tiles."""
+def mixes_by_tiles(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
+    """As `_all_mixes`, sixteen rows at a time."""
     ldo, ldv = dim * 4, dim * 4
     d = 0
     while d < dim:
-        wide = dim - d >= 64
-        r = 0
-        if HAS_AMX:
-            while r < rows:
-                if wide:
-                    mix_amx4(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-                else:
-                    mix_amx1(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-                r += 16
-        while rows - r >= 4:
-            if wide:
-                mix4x4(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
+        is_wide = dim - d >= 64
+        for r in range(0, rows, 16):
+            if is_wide:
+                mix_amx4(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
             else:
-                mix4x1(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-            r += 4
-        while rows - r >= 1:
-            if wide:
-                mix1x4(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-            else:
-                mix1x1(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
-            r += 1
-        d += 64 if wide else 16
+                mix_amx1(p + r * SPAN * 2, values, tiles, d * 4, ldv, out + r * ldo + d * 4, ldo)
+        d += 64 if is_wide else 16
+
+
+def _loops_over(form: Form) -> tuple[Any, Any]:
+    return scores_over(form), mixes_over(form)
+
+
+# scores and mixes by bytes of a key's number
+LOOPS = {
+    2: (scores_by_tiles, mixes_by_tiles) if ISA.amx else _loops_over(DOTS if ISA.bf16 else HALVES),
+    4: _loops_over(FLOATS),
+}
