@@ -19,6 +19,7 @@ import numpy as np
 
 from kvledger.kernels import simd
 from kvledger.kernels.attention_loops import (
+    AHEAD,
     HAS_AMX,
     LOOPS,
     SPAN,
@@ -40,7 +41,7 @@ from kvledger.kernels.kv_pages import (
     stage_latent,
     stage_values,
 )
-from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES
+from kvledger.kernels.matmul import NUM_THREADS, SCRATCH, SCRATCH_BYTES
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
 
@@ -141,6 +142,9 @@ mixes_of: Any = None
 tiles_of: Any = None
 SIZE = 2  # bytes of a key's or value's number in the form that is computed with
 Q_SIZE = 2  # of a query's number and of a weight
+IN_PLACE = True  # tiles are read where they lie in the pool
+
+NUM_NAMED = SPAN // 16 + 2 * AHEAD  # tiles whose addresses are kept: a span's, and the first of those to be read next
 
 
 @inline
@@ -218,6 +222,31 @@ def num_sealed(position, residual):  # type: ignore[no-untyped-def]
     return max(np.int64(0), (position // SEALED_TOKENS - residual // SEALED_TOKENS + 1) * SEALED_TOKENS)
 
 
+@inline
+def unit_of(item, heads, ratio, window, units, segments):  # type: ignore[no-untyped-def]
+    """An item's (head, unit, segment, first and number of its rows, first key that any of them sees, end of the keys)."""
+    head, unit = item % heads, units + item // heads * UNIT_WORDS * 8
+    segment = segments + simd.get_i64(unit) * SEGMENT_WORDS * 8
+    row0, rows, position = simd.get_i64(unit + 8), simd.get_i64(unit + 16), simd.get_i64(segment + 16)
+    oldest = max(0, position + row0 // ratio + 1 - window) if window > 0 else 0
+    return head, unit, segment, row0, rows, oldest, position + (row0 + rows - 1) // ratio + 1
+
+
+@inline
+def tiles_seen(start, oldest, newest):  # type: ignore[no-untyped-def]
+    """Tiles [first, end) of the span at `start` that hold keys from `oldest` to before `newest`."""
+    return max(0, oldest - start) // 16, (min(SPAN, newest - start) + 15) // 16
+
+
+@inline
+def name_following(kind, size, place, start, oldest, newest, block, dim, vdim, keys, values):  # type: ignore[no-untyped-def]
+    """Behind a span's addresses those of the first tiles that will be read next, for the loops to ask for."""
+    first, tiles = tiles_seen(start, oldest, newest)
+    tiles = min(tiles, first + AHEAD)
+    keys, values = keys - 8 * first, values - 8 * first
+    tiles_in_place(kind, size, place, first, tiles, start, newest, block, dim, vdim, keys, values, 0)
+
+
 def _attention(op: int, ctx: int, thread: int) -> None:
     """Arguments: q, out, offset, bytes of a block, group, KV heads, ratio, dim, padded dim, block size, window, cap,
     rows allocated, tile configuration, kind, value dim, bytes of a head; group, offset, bytes of a head and tokens of
@@ -240,22 +269,20 @@ def _attention(op: int, ctx: int, thread: int) -> None:
     scores = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     p = scores + MAX_ROWS * SPAN * 4
     keys = p + MAX_ROWS * SPAN * Q_SIZE
-    values = keys + 128
-    state = values + 128  # (max, sum) per row
+    values = keys + 8 * NUM_NAMED
+    state = values + 8 * NUM_NAMED  # (max, sum) per row
     total = state + MAX_ROWS * 8
     part = total + MAX_ROWS * vdim * 4
     staged = part + MAX_ROWS * vdim * 4
     scales = staged + SPAN * (dim + vdim) * SIZE if kind == INT8 else 0
-    num_items = simd.get_i64(ctx + 8 * NUM_UNITS) * heads
+    num_items, threads = simd.get_i64(ctx + 8 * NUM_UNITS) * heads, simd.get_i64(ctx + 8 * NUM_THREADS)
     if HAS_AMX:
         simd.tile_config(simd.get_i64(op + 112))
     while True:
         item = next_item(op)
         if item >= num_items:
             break
-        head, unit = item % heads, units + item // heads * UNIT_WORDS * 8
-        segment = segments + simd.get_i64(unit) * SEGMENT_WORDS * 8
-        row0, rows = simd.get_i64(unit + 8), simd.get_i64(unit + 16)
+        head, unit, segment, row0, rows, oldest, newest = unit_of(item, heads, ratio, window, units, segments)
         span0, num_spans, partial = simd.get_i64(unit + 24), simd.get_i64(unit + 32), simd.get_i64(unit + 40)
         first_row, position = simd.get_i64(segment), simd.get_i64(segment + 16)
         entry = simd.get_i64(unit) * stride
@@ -264,17 +291,32 @@ def _attention(op: int, ctx: int, thread: int) -> None:
             newest_tables + entry, newest_offset + head * newest_head, num_sealed(position + row0 // ratio, residual),
         )  # fmt: skip
         qr = q + (head * max_rows * ratio + first_row * ratio + row0) * ldq
-        oldest = max(0, position + row0 // ratio + 1 - window) if window > 0 else 0
-        newest = position + (row0 + rows - 1) // ratio + 1
         if partial < 0:
             for r in range(rows):
                 clear_row(state + r * 8, total + r * vdim * 4, vdim)
         for span in range(span0, span0 + num_spans):
             start = span * SPAN
-            tiles = (min(SPAN, newest - start) + 15) // 16
-            first = max(0, oldest - start) // 16
+            first, tiles = tiles_seen(start, oldest, newest)
             if first < tiles:
                 tiles_of(kind, SIZE, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged)
+                behind = max(tiles, first + AHEAD)
+                more_keys, more_values = keys + 8 * behind, values + 8 * behind
+                for t in range(tiles, behind + AHEAD):  # where nothing follows, what is there already is asked for
+                    simd.put_i64(keys + 8 * t, simd.get_i64(keys + 8 * tiles - 8))
+                    simd.put_i64(values + 8 * t, simd.get_i64(values + 8 * tiles - 8))
+                if IN_PLACE and span + 1 < span0 + num_spans:
+                    name_following(
+                        kind, SIZE, place, start + SPAN, oldest, newest, block, dim, vdim, more_keys, more_values)  # fmt: skip
+                elif IN_PLACE and item + threads < num_items:  # likely the one that this thread takes next
+                    head2, unit2, _, _, _, oldest2, newest2 = unit_of(
+                        item + threads, heads, ratio, window, units, segments)  # fmt: skip
+                    place2 = (
+                        tables + simd.get_i64(unit2) * stride, pool, block_bytes, offset + head2 * head_bytes,
+                        place[4], place[5], place[6],
+                    )  # fmt: skip
+                    start2 = simd.get_i64(unit2 + 24) * SPAN
+                    name_following(
+                        kind, SIZE, place2, start2, oldest2, newest2, block, dim, vdim, more_keys, more_values)  # fmt: skip
                 scores_of(qr, ldq, rows, keys, values, first, tiles, dim, scores)
             for r in range(rows):
                 seen = position + (row0 + r) // ratio + 1
@@ -334,7 +376,8 @@ def _variant(size: int, form: str) -> Kernel:
     scores, mixes = LOOPS[size]
     bound = {"scores_of": scores, "mixes_of": mixes, "tiles_of": TILES[form], "SIZE": size}
     name = f"attention_{form}_{8 * size}"
-    return Kernel(name, _attention, **bound, Q_SIZE=query_size(size), HAS_AMX=ISA.amx and size == 2)
+    bound |= {"Q_SIZE": query_size(size), "IN_PLACE": form == "in_place", "HAS_AMX": ISA.amx and size == 2}
+    return Kernel(name, _attention, **bound)
 
 
 KERNELS = {
@@ -346,7 +389,7 @@ MERGE = Kernel("attention_merge", _merge)
 def scratch_bytes(dim: int, value_dim: int, size: int = 2) -> int:
     """Per thread: scores, weights, addresses, two outputs of a unit, and a span brought into form with its scales."""
     unit = MAX_ROWS * (SPAN * (4 + query_size(size)) + 8 + value_dim * 8)
-    return unit + 512 + SPAN * ((dim + value_dim) * size + 8)
+    return unit + 16 * NUM_NAMED + 64 + SPAN * ((dim + value_dim) * size + 8)
 
 
 def attention(shape: AttentionShape, q: np.ndarray, out: int, max_rows: int) -> list[list[int]]:

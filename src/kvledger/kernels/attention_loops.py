@@ -20,6 +20,7 @@ from kvledger.kernels.simd import emitted
 
 SPAN = 256  # keys per span
 SPLIT_ROWS = 16  # most query rows of a unit whose spans are dealt out to threads; up to as many, memory binds
+AHEAD = 6  # tiles: how far ahead keys and values are asked for. Behind a span's addresses there must be as many more
 
 
 class Form(NamedTuple):
@@ -63,19 +64,18 @@ HALVES = Form("halves", _upper_halves, F32, _multiply, 8, 2, 4, (4, 2, 2, 1))
 FLOATS = HALVES._replace(name="floats", operands=_two_vectors, size=4)
 
 
-def _scores(form: Form, rows: int, *, asks: bool) -> Any:
+def _scores(form: Form, rows: int, *, asks: bool = True) -> Any:
     """Scores of `rows` query rows against one tile of 16 keys.
 
-    `asks`: on the way a line each is asked for at two addresses, for few rows wait for memory, and many at once
-    would hold up the loads behind them.
+    `asks`: a line of another tile is asked for with each that is read, for few rows wait for memory, and many at
+    once would hold up the loads behind them.
     """
 
-    def emit(e: Emit, q: Val, ldq: Val, keys: Val, pairs: Val, out: Val, next_keys: Val, values: Val) -> None:
+    def emit(e: Emit, q: Val, ldq: Val, keys: Val, pairs: Val, out: Val, ahead: Val) -> None:
         sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
         with e.loop(pairs) as p:
-            if asks:
-                e.prefetch(next_keys + p * 64, 0)
-                e.prefetch(values + p * 64, 0)
+            for line in range(form.size // 2 if asks else 0):
+                e.prefetch(ahead + p * (32 * form.size), 64 * line, 2)
             for i, k in enumerate(form.operands(e, keys + p * (32 * form.size), e.i64(64))):
                 for r in range(rows):
                     word = e.load_splat(form.word, q + ldq * r + p * form.pair_bytes, 4 * i)
@@ -83,7 +83,7 @@ def _scores(form: Form, rows: int, *, asks: bool) -> Any:
         for r in range(rows):
             e.store(sums[r].get(), out, r * SPAN * 4)
 
-    return emitted(types.void, [types.int64] * 7, emit)
+    return emitted(types.void, [types.int64] * 6, emit)
 
 
 def _mix(form: Form, rows: int, width: int) -> Any:
@@ -93,9 +93,12 @@ def _mix(form: Form, rows: int, width: int) -> Any:
     def emit(e: Emit, p: Val, addresses: Val, tiles: Val, offset: Val, ldv: Val, out: Val, ldo: Val) -> None:
         sums = [[e.var(e.const(VF32, 0.0)) for _ in range(width)] for _ in range(rows)]
         with e.loop(tiles) as t:
-            values = e.load(I64, addresses + t * 8) + offset
+            values, ahead = (e.load(I64, addresses + t * 8, 8 * tile) + offset for tile in (0, AHEAD))
             for pair in range(8):
                 at = values + ldv * (pair * form.size // 2)
+                for row in range(form.size // 2):
+                    for c in range(width):
+                        e.prefetch(ahead + ldv * (pair * form.size // 2 + row), 64 * c, 2)
                 columns = [form.operands(e, at + 64 * c, ldv) for c in range(width)]
                 for i in range(len(columns[0])):
                     for r in range(rows):
@@ -124,25 +127,24 @@ P_SIZE = 2  # bytes of a weight
 
 
 def _all_scores(q, ldq, rows, keys, values, first, tiles, dim, out):  # type: ignore[no-untyped-def]
-    """Scores of all rows against tiles [first, tiles) of a span. The first rows ask for what comes next."""
+    """Scores of all rows against tiles [first, tiles) of a span."""
     pairs = dim // 2
     for t in range(first, tiles):
-        address, to = simd.get_i64(keys + 8 * t), out + t * 64
-        following, value = simd.get_i64(keys + 8 * min(t + 2, tiles - 1)), simd.get_i64(values + 8 * t)
+        address, ahead, to = simd.get_i64(keys + 8 * t), simd.get_i64(keys + 8 * (t + AHEAD)), out + t * 64
         r = 0
         while rows - r >= 4:
             if r > 0 and rows - r >= MANY:
-                many(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, 0, 0)
+                many(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, 0)
                 r += MANY
             else:
-                four(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
+                four(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, ahead)
                 r += 4
         if rows - r == 3:
-            three(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
+            three(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, ahead)
         elif rows - r == 2:
-            two(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
+            two(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, ahead)
         elif rows - r == 1:
-            one(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, following, value)
+            one(q + r * ldq, ldq, address, pairs, to + r * SPAN * 4, ahead)
 
 
 def _all_mixes(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def]
@@ -179,7 +181,7 @@ _COUNTS = ("one", "two", "three", "four")
 
 def scores_over(form: Form) -> Any:
     """`_all_scores` with keys of a form."""
-    loops = {name: _scores(form, rows, asks=True) for rows, name in enumerate(_COUNTS, 1)}
+    loops = {name: _scores(form, rows) for rows, name in enumerate(_COUNTS, 1)}
     loops["many"] = _scores(form, form.many, asks=False)
     return inline(rebound(_all_scores, f"_all_scores_{form.name}", MANY=form.many, **loops))
 

@@ -208,10 +208,10 @@ class Emit:
         rounded = bits + (((bits >> 16) & 1) + 0x7FFF)
         return Val(self, self.b.trunc((rounded >> 16).v, VI16))
 
-    def prefetch(self, address: Val, offset: int) -> None:
-        """Ask for the cache line at address + offset, wherever that may be."""
+    def prefetch(self, address: Val, offset: int, locality: int = 3) -> None:
+        """Ask for the cache line at address + offset, wherever that may be. `locality` 3: for all caches; 2: from L2 on."""
         where = self.pointer(address + offset, I8)
-        hint = [ir.Constant(I32, k) for k in (0, 3, 1)]  # read, keep in all caches, data
+        hint = [ir.Constant(I32, k) for k in (0, locality, 1)]  # read, …, data
         kind = ir.FunctionType(ir.VoidType(), [where.type, I32, I32, I32])
         self.b.call(_c.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0"), [where, *hint])
 
