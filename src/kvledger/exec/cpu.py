@@ -20,7 +20,7 @@ from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
 from kvledger.kernels.attention_loops import SPLIT_ROWS
 from kvledger.kernels.isa import ISA
-from kvledger.kernels.packed import aligned_zeros
+from kvledger.kernels.packed import aligned, aligned_zeros
 from kvledger.kernels.team import Team, num_cpus
 from kvledger.kernels.warmup import common_kernels, warmup
 from kvledger.model.decoder import HEAD_ROWS, build
@@ -158,7 +158,7 @@ class CpuExecutor:
         batch = make_batch(segments, self.layout, d.ratio, d.kv_heads, self._team.num_threads)
         partial_floats = batch.num_partials * d.kv_heads * SPLIT_ROWS * (d.value_dim + 16)
         if partial_floats > self._partials.size:
-            self._partials = np.empty(2 * partial_floats, np.float32)
+            self._partials = aligned((2 * partial_floats,))
         ctx = self._ctx
         ctx[mm.ROWS], ctx[ew.TABLE_STRIDE] = batch.num_rows, batch.table_stride
         for word, array in (

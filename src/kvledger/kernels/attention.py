@@ -144,7 +144,8 @@ SIZE = 2  # bytes of a key's or value's number in the form that is computed with
 Q_SIZE = 2  # of a query's number and of a weight
 IN_PLACE = True  # tiles are read where they lie in the pool
 
-NUM_NAMED = SPAN // 16 + 2 * AHEAD  # tiles whose addresses are kept: a span's, and the first of those to be read next
+NAMES_BYTES = 256  # room for the addresses of a span's tiles and of the first of those to be read next
+assert (SPAN // 16 + 2 * AHEAD) * 8 <= NAMES_BYTES
 
 
 @inline
@@ -224,7 +225,7 @@ def num_sealed(position, residual):  # type: ignore[no-untyped-def]
 
 @inline
 def unit_of(item, heads, ratio, window, units, segments):  # type: ignore[no-untyped-def]
-    """An item's (head, unit, segment, first and number of its rows, first key that any of them sees, end of the keys)."""
+    """(head, unit, segment, first row, rows, first key that a row sees, end of the keys) of an item of work."""
     head, unit = item % heads, units + item // heads * UNIT_WORDS * 8
     segment = segments + simd.get_i64(unit) * SEGMENT_WORDS * 8
     row0, rows, position = simd.get_i64(unit + 8), simd.get_i64(unit + 16), simd.get_i64(segment + 16)
@@ -239,12 +240,25 @@ def tiles_seen(start, oldest, newest):  # type: ignore[no-untyped-def]
 
 
 @inline
-def name_following(kind, size, place, start, oldest, newest, block, dim, vdim, keys, values):  # type: ignore[no-untyped-def]
-    """Behind a span's addresses those of the first tiles that will be read next, for the loops to ask for."""
-    first, tiles = tiles_seen(start, oldest, newest)
-    tiles = min(tiles, first + AHEAD)
-    keys, values = keys - 8 * first, values - 8 * first
-    tiles_in_place(kind, size, place, first, tiles, start, newest, block, dim, vdim, keys, values, 0)
+def repeat_last(first, tiles, keys, values):  # type: ignore[no-untyped-def]
+    """Behind a span's addresses the last one again: loops that ask AHEAD tiles further ask for what is there."""
+    for t in range(tiles, max(tiles, first + AHEAD) + AHEAD):
+        simd.put_i64(keys + 8 * t, simd.get_i64(keys + 8 * tiles - 8))
+        simd.put_i64(values + 8 * t, simd.get_i64(values + 8 * tiles - 8))
+
+
+@inline
+def name_following(size, place, start, oldest, newest, shape, first, tiles, keys, values):  # type: ignore[no-untyped-def]
+    """Behind the addresses of tiles [first, tiles) those of the span at `start`, which is read next.
+
+    `shape`: block size, dim, value dim. Where a span has few tiles, the first to be asked for is AHEAD further.
+    """
+    repeat_last(first, tiles, keys, values)
+    block, dim, vdim = shape
+    first2, tiles2 = tiles_seen(start, oldest, newest)
+    behind = 8 * (max(tiles, first + AHEAD) - first2)
+    end = min(tiles2, first2 + AHEAD)
+    tiles_in_place(0, size, place, first2, end, start, newest, block, dim, vdim, keys + behind, values + behind, 0)
 
 
 def _attention(op: int, ctx: int, thread: int) -> None:
@@ -269,12 +283,13 @@ def _attention(op: int, ctx: int, thread: int) -> None:
     scores = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     p = scores + MAX_ROWS * SPAN * 4
     keys = p + MAX_ROWS * SPAN * Q_SIZE
-    values = keys + 8 * NUM_NAMED
-    state = values + 8 * NUM_NAMED  # (max, sum) per row
+    values = keys + NAMES_BYTES
+    state = values + NAMES_BYTES  # (max, sum) per row
     total = state + MAX_ROWS * 8
     part = total + MAX_ROWS * vdim * 4
     staged = part + MAX_ROWS * vdim * 4
     scales = staged + SPAN * (dim + vdim) * SIZE if kind == INT8 else 0
+    shape = block, dim, vdim
     num_items, threads = simd.get_i64(ctx + 8 * NUM_UNITS) * heads, simd.get_i64(ctx + 8 * NUM_THREADS)
     if HAS_AMX:
         simd.tile_config(simd.get_i64(op + 112))
@@ -299,24 +314,17 @@ def _attention(op: int, ctx: int, thread: int) -> None:
             first, tiles = tiles_seen(start, oldest, newest)
             if first < tiles:
                 tiles_of(kind, SIZE, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged)
-                behind = max(tiles, first + AHEAD)
-                more_keys, more_values = keys + 8 * behind, values + 8 * behind
-                for t in range(tiles, behind + AHEAD):  # where nothing follows, what is there already is asked for
-                    simd.put_i64(keys + 8 * t, simd.get_i64(keys + 8 * tiles - 8))
-                    simd.put_i64(values + 8 * t, simd.get_i64(values + 8 * tiles - 8))
                 if IN_PLACE and span + 1 < span0 + num_spans:
-                    name_following(
-                        kind, SIZE, place, start + SPAN, oldest, newest, block, dim, vdim, more_keys, more_values)  # fmt: skip
-                elif IN_PLACE and item + threads < num_items:  # likely the one that this thread takes next
+                    name_following(SIZE, place, start + SPAN, oldest, newest, shape, first, tiles, keys, values)
+                elif IN_PLACE:  # what this thread is likely to take next
                     head2, unit2, _, _, _, oldest2, newest2 = unit_of(
-                        item + threads, heads, ratio, window, units, segments)  # fmt: skip
-                    place2 = (
-                        tables + simd.get_i64(unit2) * stride, pool, block_bytes, offset + head2 * head_bytes,
-                        place[4], place[5], place[6],
-                    )  # fmt: skip
+                        min(item + threads, num_items - 1), heads, ratio, window, units, segments
+                    )
+                    there = tables + simd.get_i64(unit2) * stride, pool, block_bytes, offset + head2 * head_bytes
                     start2 = simd.get_i64(unit2 + 24) * SPAN
-                    name_following(
-                        kind, SIZE, place2, start2, oldest2, newest2, block, dim, vdim, more_keys, more_values)  # fmt: skip
+                    name_following(SIZE, there + place[4:], start2, oldest2, newest2, shape, first, tiles, keys, values)
+                else:
+                    repeat_last(first, tiles, keys, values)
                 scores_of(qr, ldq, rows, keys, values, first, tiles, dim, scores)
             for r in range(rows):
                 seen = position + (row0 + r) // ratio + 1
@@ -389,7 +397,7 @@ MERGE = Kernel("attention_merge", _merge)
 def scratch_bytes(dim: int, value_dim: int, size: int = 2) -> int:
     """Per thread: scores, weights, addresses, two outputs of a unit, and a span brought into form with its scales."""
     unit = MAX_ROWS * (SPAN * (4 + query_size(size)) + 8 + value_dim * 8)
-    return unit + 16 * NUM_NAMED + 64 + SPAN * ((dim + value_dim) * size + 8)
+    return unit + 2 * NAMES_BYTES + 64 + SPAN * ((dim + value_dim) * size + 8)
 
 
 def attention(shape: AttentionShape, q: np.ndarray, out: int, max_rows: int) -> list[list[int]]:

@@ -209,7 +209,7 @@ class Emit:
         return Val(self, self.b.trunc((rounded >> 16).v, VI16))
 
     def prefetch(self, address: Val, offset: int, locality: int = 3) -> None:
-        """Ask for the cache line at address + offset, wherever that may be. `locality` 3: for all caches; 2: from L2 on."""
+        """Ask for the cache line at address + offset, wherever that may be; `locality` 3: for L1, 2: for L2."""
         where = self.pointer(address + offset, I8)
         hint = [ir.Constant(I32, k) for k in (0, locality, 1)]  # read, …, data
         kind = ir.FunctionType(ir.VoidType(), [where.type, I32, I32, I32])

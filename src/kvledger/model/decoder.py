@@ -16,6 +16,7 @@ from kvledger.kernels import elementwise as ew
 from kvledger.kernels import kv_write
 from kvledger.kernels.kv_int4 import seal
 from kvledger.kernels.kv_pages import AttentionShape, query_size
+from kvledger.kernels.packed import aligned
 from kvledger.kernels.team import empty_program
 from kvledger.model.experts import Experts, add_experts
 from kvledger.model.latent import Latent, LatentBuffers, add_latent_attention
@@ -104,7 +105,7 @@ class _Builder:
         self.kind = kind_of(layout)
         self.is_wide = self.kind == "fp32"
         q_type = np.float32 if query_size(4 if self.is_wide else 2) == 4 else np.uint16
-        self.q = np.zeros((MAX_ROWS * d.heads + 16, -(-d.head_dim // 32) * 32), q_type)
+        self.q = aligned((MAX_ROWS * d.heads + 16, -(-d.head_dim // 32) * 32), q_type)
         rows = self.ops.rows
         self.x, self.y = rows(d.hidden), rows(d.hidden)
         self.qkv = rows(0 if d.latent else (d.heads + 2 * d.kv_heads) * d.head_dim)
@@ -121,10 +122,7 @@ class _Builder:
             self._feed_forward(layer)
         body, ops.ops = ops.ops, []
         ops.mode = HEAD_MODES.get(ops.mode, ops.mode)
-        head_x, logits = (
-            np.zeros((HEAD_ROWS, d.hidden), np.float32),
-            np.zeros((HEAD_ROWS, -(-d.vocab // 16) * 16), np.float32),
-        )
+        head_x, logits = aligned((HEAD_ROWS, d.hidden)), aligned((HEAD_ROWS, -(-d.vocab // 16) * 16))
         matrix = w.matrix("output.weight") if w.has("output.weight") else embedding
         ops.linear(head_x, matrix, logits, norm=w.vector("output_norm.weight"), eps=d.eps, fine=True)
         if d.logit_cap:

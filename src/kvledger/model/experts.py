@@ -14,7 +14,7 @@ import numpy as np
 from kvledger.kernels import elementwise as ew
 from kvledger.kernels import matmul as mm
 from kvledger.kernels import routing
-from kvledger.kernels.packed import PackedMatrix
+from kvledger.kernels.packed import PackedMatrix, aligned
 from kvledger.kernels.simd import float_bits
 from kvledger.model.linear import MAX_ROWS, Array, Ops, Weights
 from kvledger.model.packing import Part, dense, pack_exact, pack_matrices
@@ -59,7 +59,7 @@ def _buffers(ops: Ops, e: Experts, hidden: int) -> _Buffers:
     if made is None:
         made = _Buffers(
             rows(hidden), rows(-(-e.num // 16) * 16), rows(2 * max(e.inner, e.shared_inner)), rows(hidden),
-            rows(hidden), rows(16), np.zeros((MAX_ROWS * e.used, hidden), np.float32),
+            rows(hidden), rows(16), aligned((MAX_ROWS * e.used, hidden)),
             np.zeros(MAX_ROWS * e.used, np.float32), np.zeros(e.num, np.int64),
             np.zeros((e.num, MAX_ROWS), np.int32), np.zeros(4 * e.num, np.float32),
         )  # fmt: skip

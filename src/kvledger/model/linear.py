@@ -65,7 +65,8 @@ class Weights:
         if rows:
             parts = [p if r is None else p[r] for p, r in zip(parts, rows, strict=True)]
         total = sum(map(len, parts))
-        joined = np.concatenate([*parts, np.zeros(-total % 16, np.float32)])
+        joined: Array = pk.aligned((-(-total // 16) * 16,))
+        joined[:total] = np.concatenate(parts)
         self.keep.append(joined)
         self.bytes += joined.nbytes
         return joined
@@ -87,7 +88,7 @@ class Ops:
 
     def rows(self, width: int) -> Array:
         """A buffer float32[MAX_ROWS, width]."""
-        buffer = np.zeros((MAX_ROWS, width), np.float32)
+        buffer: Array = pk.aligned((MAX_ROWS, width))
         self.keep.append(buffer)
         return buffer
 
@@ -108,7 +109,7 @@ class Ops:
     def zeros(self, size: int) -> Array:
         """A bias that changes nothing."""
         if size not in self._zeros:
-            self._zeros[size] = np.zeros(size, np.float32)
+            self._zeros[size] = pk.aligned((size,))
             self.keep.append(self._zeros[size])
         return self._zeros[size]
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from kvledger.kernels.packed import aligned
+
 Array = np.ndarray[Any, Any]
 
 
@@ -34,7 +36,7 @@ class Rope:
     def angles(self, num_positions: int) -> Array:
         """float32[positions, dim]: cosines, then sines."""
         turn = np.arange(num_positions, dtype=np.float64)[:, None] * self.frequencies()
-        table = np.empty((num_positions, self.dim), np.float32)
+        table: Array = aligned((num_positions, self.dim))
         table[:, : self.dim // 2] = np.cos(turn) * self.magnitude
         table[:, self.dim // 2 :] = np.sin(turn) * self.magnitude
         return table
