@@ -9,19 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba.core import types
 
 from kvledger.kernels import simd
+from kvledger.kernels.emit import F32, VF32, Emit, Val
 from kvledger.kernels.jit import Kernel, inline
-from kvledger.kernels.matmul import NUM_THREADS, num_rows
-from kvledger.kernels.matmul_amx import store_activations
-from kvledger.kernels.packed import (
-    MAX_LEVEL,
-    SCALES_BYTES,
-    TERM_BITS,
-    Activations,
-    PackedMatrix,
-    bytes_of_terms,
-    group_bytes,
+from kvledger.kernels.matmul import NUM_THREADS, SCRATCH, SCRATCH_BYTES, num_rows
+from kvledger.kernels.packed import MAX_LEVEL, TERM_BITS, Activations, PackedMatrix, group_bytes
+from kvledger.kernels.quantise import (
+    FINE,
+    GROUP_BYTES,
+    SIXTEEN,
+    WORK_FACTORS,
+    has_scales,
+    quantise_group,
+    quantise_groups,
+    quantise_rows,
 )
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
@@ -36,50 +39,6 @@ def rows_chunk(op: int, ctx: int) -> Any:
     return max(1, num_rows(op, ctx) // (4 * simd.get_i64(ctx + 8 * NUM_THREADS)))
 
 
-row_bytes = inline(bytes_of_terms)
-
-
-@inline
-def quantise_group(v0, v1, values, scales, row, group, groups, shift, level):  # type: ignore[no-untyped-def]
-    """Two vectors, 32 activations of a row's group → their terms in `values`, their scale and sum in `scales`.
-
-    `shift` is `TERM_BITS`' number: below 0 the forms without terms, of which only the integers have scales.
-    """
-    values += ((row // 16 * groups + group) * 16 + row % 16) * row_bytes(shift)
-    if shift == -2:
-        simd.store_f32(values, v0)
-        simd.store_f32(values + 64, v1)
-        return
-    if shift == -1:
-        store_activations(v0, v1, values)
-        return
-    scales += (row // 16 * groups + group) * SCALES_BYTES + row % 16 * 4
-    largest = simd.reduce_max(simd.maximum(simd.absolute(v0), simd.absolute(v1)))
-    scale = largest / level
-    inverse = simd.splat(level / largest if largest > np.float32(0) else np.float32(0))
-    q0, q1 = simd.round_i32(simd.mul(v0, inverse)), simd.round_i32(simd.mul(v1, inverse))
-    if shift == -3:
-        simd.store_i16_ordered(values, q0, q1)
-    elif shift == 0:
-        simd.store_i8(values, q0)
-        simd.store_i8(values + 16, q1)
-    else:
-        store_terms(q0, q1, values, shift)
-    simd.put_f32(scales, scale)
-    simd.put_f32(scales + 64, scale * np.float32(simd.reduce_add_i32(simd.add_i32(q0, q1))))
-
-
-@inline
-def store_terms(q0, q1, values, shift):  # type: ignore[no-untyped-def]
-    """Integers of 8 + `shift` bits as a high and a low term."""
-    bits, half = simd.splat_i32(np.int32(shift)), simd.splat_i32(np.int32((1 << shift) >> 1))
-    h0, h1 = simd.sra_i32(simd.add_i32(q0, half), bits), simd.sra_i32(simd.add_i32(q1, half), bits)
-    simd.store_i8(values, h0)
-    simd.store_i8(values + 16, h1)
-    simd.store_i8(values + 32, simd.sub_i32(q0, simd.shl_i32(h0, bits)))
-    simd.store_i8(values + 48, simd.sub_i32(q1, simd.shl_i32(h1, bits)))
-
-
 @inline
 def inverse_rms(x, dim, eps):  # type: ignore[no-untyped-def]
     """1 / √(mean x² + eps) of `dim` float32 at x; `dim` is a multiple of 16."""
@@ -90,33 +49,101 @@ def inverse_rms(x, dim, eps):  # type: ignore[no-untyped-def]
     return np.float32(1) / np.sqrt(simd.reduce_add(total) / np.float32(dim) + eps)
 
 
+def _inverse_rms_rows(e: Emit, x: Val, step: Val, dim: Val, eps: Val, out: Val) -> None:
+    """As `inverse_rms`, of 16 rows `step` bytes apart → float32[16] at `out`; four at a time keep the CPU busy."""
+    totals = []
+    for first in range(0, 16, 4):
+        some = [e.var(e.const(VF32, 0.0)) for _ in range(4)]
+        with e.loop(dim >> 4) as k:
+            for r, total in enumerate(some):
+                v = e.load(VF32, x + step * (first + r) + (k << 6))
+                total.set(e.fma(v, v, total.get()))
+        totals += [total.get() for total in some]
+    mean = e.reduce_rows(totals, lambda a, b: a + b) / e.splat(Val(e, e.b.sitofp(dim.v, F32)))
+    root = e.call("llvm.sqrt.v16f32", VF32, [(mean + e.splat(eps)).v])
+    e.store(e.const(VF32, 1.0) / root, out)
+
+
+inverse_rms_rows = simd.emitted(types.void, [*[types.int64] * 3, types.float32, types.int64], _inverse_rms_rows)
+
+
+@inline
+def norm_sixteen(x, step, weight, weight_step, factors, factor_step, to):  # type: ignore[no-untyped-def]
+    """float32[16, 32] = sixteen groups, `step` bytes apart, each times a factor and weights."""
+    for _ in range(SIXTEEN):
+        factor = simd.splat(simd.get_f32(factors))
+        for half in (0, 64):
+            v = simd.mul(simd.mul(simd.load_f32(x + half), factor), simd.load_f32(weight + half))
+            simd.store_f32(to + half, v)
+        x, weight, factors, to = x + step, weight + weight_step, factors + factor_step, to + 128
+
+
+@inline
+def norm_block(x, stride, weight, eps, out, block, work):  # type: ignore[no-untyped-def]
+    """Sixteen rows."""
+    groups, factors = out[2], work + WORK_FACTORS
+    if weight != 0:
+        inverse_rms_rows(x, stride, groups * 32, eps, factors)
+    for g in range(groups):
+        if weight != 0:
+            norm_sixteen(x + g * 128, stride, weight + g * 128, 0, factors, 4, work)
+            quantise_rows(work, GROUP_BYTES, out, block, g)
+        else:
+            quantise_rows(x + g * 128, stride, out, block, g)
+
+
+@inline
+def norm_row(x, weight, eps, out, row, work):  # type: ignore[no-untyped-def]
+    """One row: sixteen groups at once, and what is left one by one."""
+    groups, g, factors = out[2], 0, work + WORK_FACTORS
+    factor = np.float32(1)
+    if weight != 0:
+        factor = inverse_rms(x, groups * 32, eps)
+        simd.put_f32(factors, factor)
+    if has_scales(out[3]):
+        while g + SIXTEEN <= groups:
+            source = x + g * 128
+            if weight != 0:
+                norm_sixteen(source, 128, weight + g * 128, 128, factors, 0, work)
+                source = work
+            quantise_groups(source, out, row, g, work)
+            g += SIXTEEN
+    while g < groups:
+        v0, v1 = simd.load_f32(x + g * 128), simd.load_f32(x + g * 128 + 64)
+        if weight != 0:
+            v0 = simd.mul(simd.mul(v0, simd.splat(factor)), simd.load_f32(weight + g * 128))
+            v1 = simd.mul(simd.mul(v1, simd.splat(factor)), simd.load_f32(weight + g * 128 + 64))
+        quantise_group(v0, v1, out, row, g)
+        g += 1
+
+
 def _norm_quantise(op: int, ctx: int, thread: int) -> None:
     """Arguments: x, weight (0: no norm), values, scales, dim, eps, shift, level, bytes between rows of x, index, share.
 
-    Row r is row index[r] // share of x where there is an index.
+    Row r is row index[r] // share of x where there is an index. Items of work: as many blocks of 16 rows as all threads
+    have the same number of; then rows.
     """
     x, weight = simd.get_i64(op + 8), simd.get_i64(op + 16)
     values, scales = simd.get_i64(op + 24), simd.get_i64(op + 32)
     dim, eps = simd.get_i64(op + 40), simd.as_f32(simd.get_i64(op + 48))
     shift, level = simd.get_i64(op + 56), np.float32(simd.get_i64(op + 64))
     stride, index, share = simd.get_i64(op + 72), simd.get_i64(op + 80), simd.get_i64(op + 88)
-    groups = dim // 32
-    rows, chunk = num_rows(op, ctx), rows_chunk(op, ctx)
+    work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
+    out = (values, scales, dim // 32, shift, level)
+    rows, threads = num_rows(op, ctx), simd.get_i64(ctx + 8 * NUM_THREADS)
+    blocks = rows // (16 * threads) * threads if index == 0 and has_scales(shift) else 0
+    chunk = max(1, (rows - 16 * blocks) // (4 * threads))
     while True:
-        first = next_item(op) * chunk
+        item = next_item(op)
+        if item < blocks:
+            norm_block(x + item * 16 * stride, stride, weight, eps, out, item, work)
+            continue
+        first = 16 * blocks + (item - blocks) * chunk
         if first >= rows:
             break
         for row in range(first, min(first + chunk, rows)):
-            xr = x + (row if index == 0 else np.int64(simd.get_i32(index + 4 * row)) // share) * stride
-            factor = simd.splat(np.float32(1))
-            if weight != 0:
-                factor = simd.splat(inverse_rms(xr, dim, eps))
-            for g in range(groups):
-                v0, v1 = simd.load_f32(xr + g * 128), simd.load_f32(xr + g * 128 + 64)
-                if weight != 0:
-                    v0 = simd.mul(simd.mul(v0, factor), simd.load_f32(weight + g * 128))
-                    v1 = simd.mul(simd.mul(v1, factor), simd.load_f32(weight + g * 128 + 64))
-                quantise_group(v0, v1, values, scales, row, g, groups, shift, level)
+            at = row if index == 0 else np.int64(simd.get_i32(index + 4 * row)) // share
+            norm_row(x + at * stride, weight, eps, out, row, work)
 
 
 @inline
@@ -142,29 +169,65 @@ def gelu(x):  # type: ignore[no-untyped-def]
     return simd.fma(half, tanh(inner), half)
 
 
+@inline
+def gated(gate, up, kind):  # type: ignore[no-untyped-def]
+    """act(gate) · up of 16 numbers."""
+    g = simd.load_f32(gate)
+    return simd.mul(silu(g) if kind == 0 else gelu(g), simd.load_f32(up))
+
+
+@inline
+def gate_sixteen(gate, up, step, kind, to):  # type: ignore[no-untyped-def]
+    """float32[16, 32] = sixteen groups, `step` bytes apart."""
+    for i in range(SIXTEEN):
+        for half in (0, 64):
+            at = i * step + half
+            simd.store_f32(to + i * 128 + half, gated(gate + at, up + at, kind))
+
+
+@inline
+def gate_row(gate, up, kind, out, row, first, end, work):  # type: ignore[no-untyped-def]
+    """Groups [first, end) of one row; sixteen at once if that many."""
+    if end - first == SIXTEEN and has_scales(out[3]):
+        gate_sixteen(gate + first * 128, up + first * 128, 128, kind, work)
+        quantise_groups(work, out, row, first, work)
+        return
+    for g in range(first, end):
+        at = g * 128
+        v0, v1 = gated(gate + at, up + at, kind), gated(gate + at + 64, up + at + 64, kind)
+        quantise_group(v0, v1, out, row, g)
+
+
 def _gate_quantise(op: int, ctx: int, thread: int) -> None:
-    """Arguments: gate and up (rows of gate, then up), values, scales, dim, shift, level, 0 silu or 1 gelu."""
+    """Arguments: gate and up (rows of gate, then up), values, scales, dim, shift, level, 0 silu or 1 gelu.
+
+    Items of work: some groups of blocks of 16 rows; then runs of 16 groups of single rows.
+    """
     x = simd.get_i64(op + 8)
     values, scales = simd.get_i64(op + 16), simd.get_i64(op + 24)
     dim, shift, level = simd.get_i64(op + 32), simd.get_i64(op + 40), np.float32(simd.get_i64(op + 48))
     kind = simd.get_i64(op + 56)
-    groups = dim // 32
-    total = num_rows(op, ctx) * groups
-    chunk = max(4, total // (8 * simd.get_i64(ctx + 8 * NUM_THREADS)))
+    work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
+    groups, stride = dim // 32, 2 * dim * 4
+    out = (values, scales, groups, shift, level)
+    rows = num_rows(op, ctx)
+    blocks = rows // 16 if has_scales(shift) else 0
+    runs = -(-groups // SIXTEEN)
+    chunk = max(1, blocks * groups // (8 * simd.get_i64(ctx + 8 * NUM_THREADS)))
+    items = -(-blocks * groups // chunk)
     while True:
-        first = next_item(op) * chunk
-        if first >= total:
+        item = next_item(op)
+        if item < items:
+            for at in range(item * chunk, min(item * chunk + chunk, blocks * groups)):
+                gate = x + at // groups * 16 * stride + at % groups * 128
+                gate_sixteen(gate, gate + dim * 4, stride, kind, work)
+                quantise_rows(work, GROUP_BYTES, out, at // groups, at % groups)
+            continue
+        row, g = 16 * blocks + (item - items) // runs, (item - items) % runs * SIXTEEN
+        if row >= rows:
             break
-        for at in range(first, min(first + chunk, total)):
-            gate = x + (at // groups * 2 * dim + at % groups * 32) * 4
-            g0, g1 = simd.load_f32(gate), simd.load_f32(gate + 64)
-            if kind == 0:
-                g0, g1 = silu(g0), silu(g1)
-            else:
-                g0, g1 = gelu(g0), gelu(g1)
-            up = gate + dim * 4
-            v0, v1 = simd.mul(g0, simd.load_f32(up)), simd.mul(g1, simd.load_f32(up + 64))
-            quantise_group(v0, v1, values, scales, at // groups, at % groups, groups, shift, level)
+        gate = x + row * stride
+        gate_row(gate, gate + dim * 4, kind, out, row, g, min(g + SIXTEEN, groups), work)
 
 
 def _embed(op: int, ctx: int, thread: int) -> None:
@@ -245,6 +308,7 @@ def _into(out: Activations) -> list[int]:
 
 
 def _levels(mode: str) -> list[int]:
+    assert mode in ("int8", FINE, "bf16", "fp32"), f"no product takes {mode} here"
     return [TERM_BITS[mode], MAX_LEVEL.get(mode, 0)]
 
 

@@ -7,7 +7,7 @@ bounds. Knows no model, no layout and nothing of how functions reach Numba (`sim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -236,9 +236,9 @@ class Emit:
         """x·y + z, rounded once."""
         return self.call(f"llvm.fma.v{x.v.type.count}f32", x.v.type, [x.v, y.v, z.v])
 
-    def round(self, x: Val) -> Val:
-        """To the nearest whole number, halves to even."""
-        return self.call("llvm.roundeven.v16f32", VF32, [x.v])
+    def round_i32(self, x: Val) -> Val:
+        """16 float32 → int32, to nearest, halves to even; what is out of range or no number: −2³¹ on x86."""
+        return self.call("llvm.lrint.v16i32.v16f32", VI32, [x.v])
 
     def fma_f16(self, x: Val, y: Val, z: Val) -> Val:
         """x·y + z on 32 half floats, rounded once."""
@@ -248,6 +248,9 @@ class Emit:
         """table[index mod 32] for 32 lanes of 16 bits."""
         return self.call("llvm.x86.avx512.permvar.hi.512", vec(I16, 32), [table.v, index.v])
 
+    def abs(self, x: Val) -> Val:
+        return self.call("llvm.fabs.v16f32", VF32, [x.v])
+
     def max(self, x: Val, y: Val) -> Val:
         """y where x is not a number."""
         return self.select(y < x, x, y)
@@ -255,6 +258,22 @@ class Emit:
     def min(self, x: Val, y: Val) -> Val:
         """y where x is not a number."""
         return self.select(x < y, x, y)
+
+    def reduce_rows(self, rows: Sequence[Val], join: Callable[[Val, Val], Val]) -> Val:
+        """Lane r is row r's 16 lanes joined, by `simd.reduce_…`'s tree: halves of lanes first, of two rows at once."""
+        half = LANES // 2
+        while len(rows) > 1:
+            low, high = ([i for i in range(2 * LANES) if i & half == side] for side in (0, half))
+            rows = [
+                join(self.shuffle(a, b, low), self.shuffle(a, b, high))
+                for a, b in zip(rows[::2], rows[1::2], strict=True)
+            ]
+            half //= 2
+        return rows[0]
+
+    def shuffle(self, x: Val, y: Val, order: Sequence[int]) -> Val:
+        """Lane i is number order[i] of x's lanes and then y's."""
+        return Val(self, self.b.shuffle_vector(x.v, y.v, ir.Constant(vec(I32, len(order)), list(order))))
 
     def dot_u8s8(self, acc: Val, u: Val, s: Val) -> Val:
         """Per lane: acc + Σ over its four bytes of unsigned u × signed s, exact in int32. All are 16 × int32."""

@@ -17,7 +17,6 @@ from numba.extending import intrinsic
 
 from kvledger.kernels.emit import F16, F32, I8, I16, I32, I64, LANES, VF32, VI8, VI32, Emit, Val, vec
 from kvledger.kernels.isa import ISA
-from kvledger.kernels.packed import ORDER
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
@@ -72,16 +71,15 @@ div = emitted(_v, [_v, _v], lambda e, x, y: x / y)
 fma = emitted(_v, [_v, _v, _v], lambda e, x, y, z: e.fma(x, y, z))
 maximum = emitted(_v, [_v, _v], lambda e, x, y: e.max(x, y))
 minimum = emitted(_v, [_v, _v], lambda e, x, y: e.min(x, y))
-absolute = emitted(_v, [_v], lambda e, x: e.call("llvm.fabs.v16f32", VF32, [x.v]))
+absolute = emitted(_v, [_v], lambda e, x: e.abs(x))
 exp = emitted(_v, [_v], lambda e, x: e.exp(x))
-round_i32 = emitted(_w, [_v], lambda e, x: Val(e, e.b.fptosi(e.round(x).v, VI32)))
+round_i32 = emitted(_w, [_v], lambda e, x: e.round_i32(x))
 add_i32 = emitted(_w, [_w, _w], lambda e, x, y: x + y)
 sub_i32 = emitted(_w, [_w, _w], lambda e, x, y: x - y)
 splat_i32 = emitted(_w, [types.int32], lambda e, x: e.splat(x))
 shl_i32 = emitted(_w, [_w, _w], lambda e, x, n: x << n)
 sra_i32 = emitted(_w, [_w, _w], lambda e, x, n: x.sra(n))
 store_i8 = emitted(types.void, [_i, _w], lambda e, a, x: e.store(Val(e, e.b.trunc(x.v, VI8)), a))
-store_i16_ordered = emitted(types.void, [_i, _w, _w], lambda e, a, x, y: e.store_i16_pairs(x, y, a, ORDER))
 load_i8 = emitted(_w, [_i], lambda e, a: Val(e, e.b.sext(e.load(VI8, a).v, VI32)))
 load_u8 = emitted(_w, [_i], lambda e, a: Val(e, e.b.zext(e.load(VI8, a).v, VI32)))
 load_i32 = emitted(_w, [_i], lambda e, a: e.load(VI32, a))
