@@ -195,6 +195,53 @@ def test_gate(team, activation):
     assert np.abs(got - expected).max() <= 0.51 * scale.max() + 1e-6
 
 
+def quantised(team, x, cols, mode, kind):
+    """Bytes of each row's values and scales."""
+    acts, source = pk.Activations.empty(len(x), cols, mode), np.ascontiguousarray(x).ctypes.data
+    if kind in ("silu", "gelu"):
+        op = ew.gate_quantise(source, acts, mode, kind)
+    elif kind == "chosen":
+        chosen = np.arange(2 * len(x), 0, -2, dtype=np.int32) - 1
+        op = ew.norm_quantise(source, None, acts, 0.0, mode, index=chosen.ctypes.data, share=2)
+    else:
+        op = ew.norm_quantise(source, LATENT_NORM[:cols] if kind == "normed" else None, acts, 1e-5, mode)
+    run(team, [op], len(x))
+    blocks = len(acts.values)
+    values = np.swapaxes(acts.values, 1, 2).reshape(16 * blocks, -1)
+    scales = np.ascontiguousarray(acts.scales.transpose(0, 3, 1, 2)).view(np.uint8).reshape(16 * blocks, -1)
+    return np.concatenate([values, scales], axis=1)[: len(x)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cols", [96, 512 - 32, 512])  # too few groups for sixteen at once of one row, or not
+@pytest.mark.parametrize("kind", ["plain", "chosen", "normed", "silu", "gelu"])
+def test_rows_are_quantised_alone_as_in_a_block(team, mode, cols, kind):
+    x = RNG.standard_normal((71, cols * (2 if kind in ("silu", "gelu") else 1))).astype(np.float32)
+    x[3], x[4, 5:], x[5, 32:64] = 0, 0, 0
+    sizes = np.array([1e-44, 1e-39, 1e-36, 1e-30, 1e15, 1e18, 1e37], np.float32)
+    x[16:23], x[24:31, ::7], x[33:40, 40:48] = x[16:23] * sizes[:, None], sizes[:, None], sizes[:, None]
+    every = quantised(team, x, cols, mode, kind)
+    expected = every[::-1] if kind == "chosen" else every
+    if kind == "chosen":
+        assert np.array_equal(expected, quantised(team, x, cols, mode, "plain"))
+    for rows in (1, 15, 16, 17, 33):
+        got = quantised(team, x[:rows], cols, mode, kind)
+        assert np.array_equal(got[::-1] if kind == "chosen" else got, expected[:rows]), rows
+    for row in range(len(x)):
+        assert np.array_equal(quantised(team, x[row : row + 1], cols, mode, kind)[0], expected[row]), row
+
+
+def test_groups_are_quantised_alone_as_sixteen_together(team):
+    """Of one row."""
+    x = (RNG.standard_normal((1, 544)) * np.repeat(10.0 ** RNG.integers(-44, 30, 17), 32)).astype(np.float32)
+    for mode in INTEGER:
+        together = quantised(team, x, 544, mode, "plain")[0]
+        alone = [quantised(team, x[:, at : at + 32], 32, mode, "plain")[0] for at in range(0, 544, 32)]
+        size = 17 * pk.x_bytes(mode)
+        assert np.array_equal(np.concatenate([a[: size // 17] for a in alone]), together[:size])
+        assert np.array_equal(np.concatenate([a[size // 17 :] for a in alone]), together[size:])
+
+
 @pytest.mark.parametrize(("bits", "wide"), [(4, False), (8, False), (8, True)])
 def test_embedding_is_exact(team, bits, wide):
     packed, w = random_matrix(48, 64, bits, wide)

@@ -95,26 +95,23 @@ def norm_block(x, stride, weight, eps, out, block, work):  # type: ignore[no-unt
 @inline
 def norm_row(x, weight, eps, out, row, work):  # type: ignore[no-untyped-def]
     """One row: sixteen groups at once, and what is left one by one."""
-    groups, g, factors = out[2], 0, work + WORK_FACTORS
-    factor = np.float32(1)
+    groups, factor, factors = out[2], np.float32(1), work + WORK_FACTORS
     if weight != 0:
         factor = inverse_rms(x, groups * 32, eps)
         simd.put_f32(factors, factor)
-    if has_scales(out[3]):
-        while g + SIXTEEN <= groups:
-            source = x + g * 128
-            if weight != 0:
-                norm_sixteen(source, 128, weight + g * 128, 128, factors, 0, work)
-                source = work
-            quantise_groups(source, out, row, g, work)
-            g += SIXTEEN
-    while g < groups:
+    together = groups // SIXTEEN * SIXTEEN if has_scales(out[3]) else 0
+    for g in range(0, together, SIXTEEN):
+        source = x + g * 128
+        if weight != 0:
+            norm_sixteen(source, 128, weight + g * 128, 128, factors, 0, work)
+            source = work
+        quantise_groups(source, out, row, g, work)
+    for g in range(together, groups):
         v0, v1 = simd.load_f32(x + g * 128), simd.load_f32(x + g * 128 + 64)
         if weight != 0:
             v0 = simd.mul(simd.mul(v0, simd.splat(factor)), simd.load_f32(weight + g * 128))
             v1 = simd.mul(simd.mul(v1, simd.splat(factor)), simd.load_f32(weight + g * 128 + 64))
         quantise_group(v0, v1, out, row, g)
-        g += 1
 
 
 def _norm_quantise(op: int, ctx: int, thread: int) -> None:
