@@ -75,12 +75,16 @@ def test_float32(tmp_path, name):
     assert largest < 1e-4  # 1e-5 measured; the promise is 1e-3
 
 
-@pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.02), ("fp8", 0.15)])
+@pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.02), ("fp8", 0.08)])
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("deepseek")])
 def test_latents_in_few_bits(tmp_path, name, kv_dtype, most):
-    """All but the cache in float32. Measured: 0.010 to 0.014, and 0.05 to 0.11 (an expert is chosen otherwise)."""
-    _, rms = errors(run(open_weights(folder_of(tmp_path, name)), name, kv_dtype, "fp32"), logits(name))
-    assert 0.003 < rms < most  # bf16's error is 0.003
+    """All but the cache in float32; the median position, since at some an expert is chosen otherwise (error 0.2).
+
+    Measured: 0.011 to 0.014, and 0.049 to 0.062; bf16 0.003 to 0.004.
+    """
+    got, expected = run(open_weights(folder_of(tmp_path, name)), name, kv_dtype, "fp32"), logits(name)
+    rms = np.sqrt(((got - expected) ** 2).mean(-1)) / expected.std()
+    assert 0.006 < np.median(rms) < most
 
 
 @pytest.mark.parametrize("kv_dtype", ["int4", "fp8_e5m2", "fp8_ds_mla"])

@@ -13,7 +13,7 @@ import pytest
 from kvledger.kernels import attention as att
 from kvledger.kernels import attention_loops as loops
 from kvledger.kernels import elementwise as ew
-from kvledger.kernels import isa, kv_int4, kv_pages, kv_write, simd
+from kvledger.kernels import gated, isa, kv_int4, kv_pages, kv_write, simd
 from kvledger.kernels import latent as mla
 from kvledger.kernels import matmul as mm
 from kvledger.kernels import matmul_amx as amx
@@ -240,6 +240,29 @@ def test_groups_are_quantised_alone_as_sixteen_together(team):
         size = 17 * pk.x_bytes(mode)
         assert np.array_equal(np.concatenate([a[: size // 17] for a in alone]), together[:size])
         assert np.array_equal(np.concatenate([a[size // 17 :] for a in alone]), together[size:])
+
+
+@pytest.mark.parametrize(("bits", "wide", "mode"), [(4, False, "int8"), (4, True, INTEGER[1]), (8, False, INTEGER[1])])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_gated_product_is_its_parts(team, bits, wide, mode, activation):
+    """Bit for bit, in any number of rows: whole blocks of 16 and what is left, one group at a time and several."""
+    inner, cols = 13 * 32, 96
+    packed, _ = random_matrix(2 * inner, cols, bits, wide)
+    mode = pk.integer_mode(mode, bits)
+    x = RNG.standard_normal((37, cols)).astype(np.float32)
+    bias = np.zeros(2 * inner, np.float32)
+    for rows, out_mode in ((1, "int8"), (5, INTEGER[1]), (8, "int8"), (9, "int8"), (16, INTEGER[1]), (37, "int8")):
+        acts = pk.Activations.empty(rows, cols, mode)
+        parts, whole = (pk.Activations.empty(rows, inner, out_mode) for _ in range(2))
+        y = padded(rows, 2 * inner)
+        first = ew.quantise(np.ascontiguousarray(x[:rows]).ctypes.data, acts, mode)
+        run(team, [
+            first, mm.matmul(acts, packed, y.ctypes.data, 2 * inner * 4, mode, bias, add=False),
+            ew.gate_quantise(y.ctypes.data, parts, out_mode, activation),
+            gated.gated(acts, packed, mode, bias, whole, out_mode, activation),
+        ], rows)  # fmt: skip
+        assert np.array_equal(parts.values, whole.values), rows
+        assert np.array_equal(parts.scales, whole.scales), rows
 
 
 @pytest.mark.parametrize(("bits", "wide"), [(4, False), (8, False), (8, True)])

@@ -300,11 +300,16 @@ GATE_QUANTISE = Kernel("gate_quantise", _gate_quantise)
 EMBED = Kernel("embed", _embed)
 
 
-def _into(out: Activations) -> list[int]:
+ACTIVATIONS = {"silu": 0, "gelu": 1}
+
+
+def into(out: Activations) -> list[int]:
+    """Where activations lie."""
     return [out.values.ctypes.data, out.scales.ctypes.data]
 
 
-def _levels(mode: str) -> list[int]:
+def levels(mode: str) -> list[int]:
+    """How integers of a mode are made: `TERM_BITS`, and the largest."""
     assert mode in ("int8", FINE, "bf16", "fp32"), f"no product takes {mode} here"
     return [TERM_BITS[mode], MAX_LEVEL.get(mode, 0)]
 
@@ -317,7 +322,7 @@ def norm_quantise(x: int, weight: np.ndarray | None, out: Activations, eps: floa
     """
     at = 0 if weight is None else weight.ctypes.data
     return [
-        NORM_QUANTISE.address, x, at, *_into(out), out.cols, float_bits(eps), *_levels(mode), stride or out.cols * 4,
+        NORM_QUANTISE.address, x, at, *into(out), out.cols, float_bits(eps), *levels(mode), stride or out.cols * 4,
         index, share,
     ]  # fmt: skip
 
@@ -341,7 +346,7 @@ def soft_cap(x: np.ndarray, cap: float) -> list[int]:
 
 def gate_quantise(x: int, out: Activations, mode: str, activation: str) -> list[int]:
     """The op out = quantised act(gate) · up (Shazeer, arXiv:2002.05202); x: float32[rows, gate then up]."""
-    return [GATE_QUANTISE.address, x, *_into(out), out.cols, *_levels(mode), {"silu": 0, "gelu": 1}[activation]]
+    return [GATE_QUANTISE.address, x, *into(out), out.cols, *levels(mode), ACTIVATIONS[activation]]
 
 
 def embed(w: PackedMatrix, x: int, scale: float = 1.0) -> list[int]:

@@ -8,7 +8,7 @@ float32, so the number of rows cannot change a bit of any of them. The AMX path,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -124,31 +124,49 @@ def _rows_of(name: str, row_bytes: int, loop: Callable[[int], Any], most: int) -
     return inline(rebound(_all_rows, f"_all_rows_{name}", **bound))
 
 
-def _variant(bits: int, wide: bool, mode: str) -> Kernel:
-    stride, is_pairs = group_bytes(bits, wide), mode == "int16"
-    name, size = f"q{bits}{'f' if wide else ''}_{mode}", x_bytes(mode)
+def _tile(name: str, bits: int, wide: bool, mode: str) -> Any:
+    """`multiply_tile` of a variant."""
+    stride, is_pairs, size = group_bytes(bits, wide), mode == "int16", x_bytes(mode)
     if ISA.vnni:
         packed = _rows_of(name, size, lambda rows: terms_loop(bits, wide, 1 if mode == "int8" else 2, rows), 8)
-        tile = rebound(_direct, f"_direct_{name}", from_packed=packed)
-    else:
-        packed = _rows_of(name, size, lambda rows: halves_loop(bits, wide, is_pairs, rows), 4)
-        panel = _rows_of(f"panel_{name}", size, lambda rows: panel_loop(is_pairs, rows), 4)
-        unpack = unpack_loop(bits, wide, is_pairs)
-        tile = rebound(
-            _by_panels, f"_by_panels_{name}", from_packed=packed, from_panel=panel, unpack=unpack, STRIDE=stride,
-            CHUNK=PANEL_BYTES // panel_bytes(is_pairs),
-        )  # fmt: skip
-    return Kernel(f"matmul_{name}", _matmul, multiply_tile=inline(tile), STRIDE=stride)
+        return inline(rebound(_direct, f"_direct_{name}", from_packed=packed))
+    packed = _rows_of(name, size, lambda rows: halves_loop(bits, wide, is_pairs, rows), 4)
+    panel = _rows_of(f"panel_{name}", size, lambda rows: panel_loop(is_pairs, rows), 4)
+    bound = {"from_packed": packed, "from_panel": panel, "unpack": unpack_loop(bits, wide, is_pairs)}
+    chunk = PANEL_BYTES // panel_bytes(is_pairs)
+    return inline(rebound(_by_panels, f"_by_panels_{name}", **bound, STRIDE=stride, CHUNK=chunk))
+
+
+class Variant(NamedTuple):
+    """What a product binds: its name, one tile of it for all rows, bytes of a tile's group."""
+
+    name: str
+    multiply_tile: Any
+    stride: int
+
+
+def _variant(bits: int, wide: bool, mode: str) -> Variant:
+    name = f"q{bits}{'f' if wide else ''}_{mode}"
+    return Variant(name, _tile(name, bits, wide, mode), group_bytes(bits, wide))
 
 
 # by bits and `wide` of the weights and the activations' mode, as `integer_mode` gives it
-KERNELS: dict[tuple[int, bool, str], Kernel] = {
+VARIANTS: dict[tuple[int, bool, str], Variant] = {
     (bits, wide, mode): _variant(bits, wide, mode)
     for bits in (4, 8)
     for wide in (False, True)
     for mode in (("int8", "int8x2") if ISA.vnni else ("int8", "int16"))
     if mode == integer_mode(mode, bits)
 }
+KERNELS = {
+    key: Kernel(f"matmul_{name}", _matmul, multiply_tile=tile, STRIDE=stride)
+    for key, (name, tile, stride) in VARIANTS.items()
+}
+
+
+def shift_of(mode: str) -> int:
+    """What loops are told of activations: bits of the low term, or PARTS."""
+    return TERM_BITS[mode] if ISA.vnni else PARTS
 
 
 def matmul(x: Activations, w: PackedMatrix, y: int, ldy: int, mode: str, bias: np.ndarray, *, add: bool) -> list[int]:
@@ -160,5 +178,5 @@ def matmul(x: Activations, w: PackedMatrix, y: int, ldy: int, mode: str, bias: n
     assert len(bias) >= w.num_tiles * TILE
     return [
         KERNELS[w.bits, w.wide, mode].address, x.values.ctypes.data, x.scales.ctypes.data, w.data.ctypes.data,
-        bias.ctypes.data, y, w.num_tiles, w.num_groups, ldy, TERM_BITS[mode] if ISA.vnni else PARTS, int(add),
+        bias.ctypes.data, y, w.num_tiles, w.num_groups, ldy, shift_of(mode), int(add),
     ]  # fmt: skip

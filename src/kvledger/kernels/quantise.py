@@ -25,6 +25,7 @@ GROUP_BYTES = np.int64(128)  # of a group in float32; of a literal Numba would c
 # bytes into a thread's scratch, which begins with sixteen groups in float32
 WORK_SCALES = 2048  # scales and sums on their way
 WORK_FACTORS = WORK_SCALES + SCALES_BYTES  # 16 float32 of the caller's
+WORK_BYTES = WORK_FACTORS + 64
 
 row_bytes = inline(bytes_of_terms)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvledger.kernels import attention, elementwise, kv_write, matmul, matmul_amx, matmul_f32
+from kvledger.kernels import attention, elementwise, gated, kv_write, matmul, matmul_amx, matmul_f32
 from kvledger.kernels.jit import Kernel
 from kvledger.kernels.packed import integer_mode
 from kvledger.kernels.team import Team
@@ -23,7 +23,11 @@ def common_kernels(mode: str, size: int = 2, form: str = "in_place") -> list[Ker
         else:
             modes = {integer_mode(mode, bits, fine=fine) for fine in (False, True)}
             products += [matmul.KERNELS[bits, False, each] for each in sorted(modes)]
-    others = [elementwise.EMBED, elementwise.NORM_QUANTISE, elementwise.GATE_QUANTISE]
+    if mode in ("bf16", "fp32"):
+        products.append(elementwise.GATE_QUANTISE)
+    else:
+        products.append(gated.KERNELS[4, False, integer_mode(mode, 4)])
+    others = [elementwise.EMBED, elementwise.NORM_QUANTISE]
     cached = [kv_write.ROPE_WRITE, attention.KERNELS[size, form], attention.MERGE]
     return products + others + cached
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from kvledger.kernels import elementwise as ew
 from kvledger.kernels import kv_write
 from kvledger.kernels.kv_int4 import seal
 from kvledger.kernels.kv_pages import AttentionShape, query_size
-from kvledger.kernels.packed import aligned
+from kvledger.kernels.packed import PackedMatrix, aligned
 from kvledger.kernels.team import empty_program
 from kvledger.model.experts import Experts, add_experts
 from kvledger.model.latent import Latent, LatentBuffers, add_latent_attention
@@ -124,7 +125,7 @@ class _Builder:
         ops.mode = HEAD_MODES.get(ops.mode, ops.mode)
         head_x, logits = aligned((HEAD_ROWS, d.hidden)), aligned((HEAD_ROWS, -(-d.vocab // 16) * 16))
         matrix = w.matrix("output.weight") if w.has("output.weight") else embedding
-        ops.linear(head_x, matrix, logits, norm=w.vector("output_norm.weight"), eps=d.eps, fine=True)
+        ops.linear(head_x, matrix, logits, norm=w.vector("output_norm.weight"), eps=d.eps)
         if d.logit_cap:
             ops.add(ew.soft_cap(logits, d.logit_cap))
         scratch = max(w.scratch, att.scratch_bytes(d.head_dim, d.value_dim, 4 if self.is_wide else 2)) + 4096
@@ -153,7 +154,9 @@ class _Builder:
             )
         else:
             self._plain_attention(shape, p, angles, scale)
-        self._add_back(self.mixed, f"{p}attn_output", f"{p}post_attention_norm.weight", fine=True)
+        matrix, back = self._back(f"{p}attn_output")
+        self.ops.linear(self.mixed, matrix, fine=True, **back)
+        self._normed_back(f"{p}post_attention_norm.weight")
 
     def _shape(self, layer: int, kind: str, *, is_residual: bool = False) -> AttentionShape:
         d, (index, slot) = self.d, self.places[layer, is_residual]
@@ -190,15 +193,17 @@ class _Builder:
             add_experts(self.ops, w, d.experts, p, self.x, norm, d.eps)
             return
         matrix = w.matrix(f"{p}ffn_gate.weight", f"{p}ffn_up.weight")
-        self.ops.linear(self.x, matrix, self.gate_up, norm=norm, eps=d.eps)
-        self._add_back(self.gate_up, f"{p}ffn_down", f"{p}post_ffw_norm.weight", activation=d.activation)
+        down, back = self._back(f"{p}ffn_down")
+        self.ops.feed_forward(self.x, matrix, self.gate_up, down, norm=norm, eps=d.eps, activation=d.activation, **back)
+        self._normed_back(f"{p}post_ffw_norm.weight")
 
-    def _add_back(self, source: Array, name: str, norm: str, activation: str = "", *, fine: bool = False) -> None:
-        """x += W · source, or its norm where the architecture has one there."""
-        matrix = self.w.matrix(f"{name}.weight")
+    def _back(self, name: str) -> tuple[PackedMatrix, dict[str, Any]]:
+        """A matrix whose product goes back to the residual stream, and how: added, or into `y`, to be normed first."""
         bias = self.w.vector(f"{name}.bias") if self.w.has(f"{name}.bias") else None
-        if not self.d.post_norms:
-            self.ops.linear(source, matrix, self.x, activation=activation, bias=bias, add=True, fine=fine)
-            return
-        self.ops.linear(source, matrix, self.y, activation=activation, bias=bias, fine=fine)
-        self.ops.add(ew.add_norm(self.y, self.w.vector(norm), self.x, self.d.eps))
+        add = not self.d.post_norms
+        return self.w.matrix(f"{name}.weight"), {"target": self.x if add else self.y, "bias": bias, "add": add}
+
+    def _normed_back(self, norm: str) -> None:
+        """x += the norm of what a block gave, in architectures that have one there."""
+        if self.d.post_norms:
+            self.ops.add(ew.add_norm(self.y, self.w.vector(norm), self.x, self.d.eps))

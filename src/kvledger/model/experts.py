@@ -99,8 +99,9 @@ def _expert_matrices(w: Weights, e: Experts, p: str) -> Any:
 def _one_expert(ops: Ops, e: Experts, b: _Buffers, index: int, gate_up: PackedMatrix, down: PackedMatrix) -> None:
     count, rows = int(b.counts[index:].ctypes.data), int(b.lists[index].ctypes.data)
     inner = _columns(b.gate_up, 2 * e.inner)
-    ops.linear(b.normed, gate_up, inner, index=rows, share=e.used, count=count)
-    ops.linear(inner, down, b.y, activation=e.activation, count=count)
+    ops.feed_forward(
+        b.normed, gate_up, inner, down, b.y, activation=e.activation, index=rows, share=e.used, count=count
+    )
     op = [routing.SCATTER.address, b.y.ctypes.data, rows, b.slots.ctypes.data, b.y.shape[1]]
     ops.add([*op, *[0] * (mm.ROWS_AT // 8 - len(op)), count])
 
@@ -115,8 +116,11 @@ def _shared_expert(ops: Ops, w: Weights, e: Experts, b: _Buffers, p: str) -> tup
     if not w.has(f"{p}ffn_gate_shexp.weight"):
         return 0, 0
     inner = _columns(b.gate_up, 2 * e.shared_inner)
-    ops.linear(b.normed, w.matrix(f"{p}ffn_gate_shexp.weight", f"{p}ffn_up_shexp.weight"), inner)
-    ops.linear(inner, w.matrix(f"{p}ffn_down_shexp.weight"), b.shared, activation=e.activation)
+    gate_up, down = (
+        w.matrix(f"{p}ffn_gate_shexp.weight", f"{p}ffn_up_shexp.weight"),
+        w.matrix(f"{p}ffn_down_shexp.weight"),
+    )
+    ops.feed_forward(b.normed, gate_up, inner, down, b.shared, activation=e.activation)
     if not w.has(f"{p}ffn_gate_inp_shexp.weight"):
         return int(b.shared.ctypes.data), 0
     gate = dense(w.find(f"{p}ffn_gate_inp_shexp.weight")).reshape(1, -1)

@@ -13,6 +13,7 @@ from kvledger.kernels import matmul as mm
 from kvledger.kernels import matmul_amx as amx
 from kvledger.kernels import matmul_f32 as f32
 from kvledger.kernels import packed as pk
+from kvledger.kernels.gated import gated, scratch_bytes
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.team import MEMORY
 from kvledger.model.packing import Tensor, dense, pack_matrices
@@ -29,7 +30,7 @@ class Weights:
         self._tensors, self._progress, self.exact = tensors, progress, exact
         self.keep: list[object] = []
         self.bytes = 0
-        self.scratch = mm.PANEL_BYTES
+        self.scratch = scratch_bytes(MAX_ROWS)
         self._read: set[str] = set()
 
     def find(self, name: str) -> Tensor:
@@ -80,7 +81,7 @@ class Ops:
         weights.exact = mode == "fp32"
         self.ops: list[list[int]] = []
         self.keep: list[object] = []
-        self._activations: dict[tuple[int, int], pk.Activations] = {}
+        self._activations: dict[tuple[int, int, bool], pk.Activations] = {}
         self._zeros: dict[int, Array] = {}
 
     def add(self, *ops: list[int]) -> None:
@@ -98,9 +99,12 @@ class Ops:
             return "fp32" if matrix.bits == 32 else self.mode
         return "fp32" if matrix.bits >= 16 else pk.integer_mode(self.mode, matrix.bits, fine=fine)
 
-    def activations(self, width: int, mode: str) -> pk.Activations:
-        """The buffer for activations of this size: one for all ops, since they run one after the other."""
-        key = (width, pk.x_bytes(mode))
+    def activations(self, width: int, mode: str, *, second: bool = False) -> pk.Activations:
+        """The buffer for activations of this size: one for all ops, since they run one after the other.
+
+        `second`: for an op that reads activations, too.
+        """
+        key = (width, pk.x_bytes(mode), second)
         if key not in self._activations:
             self._activations[key] = pk.Activations.empty(MAX_ROWS, width, mode)
             self.keep.append(self._activations[key])
@@ -114,23 +118,51 @@ class Ops:
         return self._zeros[size]
 
     def linear(self, source: Array, matrix: pk.PackedMatrix, target: Array, *, norm: Array | None = None,
-               eps: float = 0.0, activation: str = "", bias: Array | None = None, add: bool = False,
-               fine: bool = False, **rows: Any) -> None:  # fmt: skip
-        """target (+)= W · f(source) + bias, f being RMSNorm, a gated activation or nothing.
+               eps: float = 0.0, bias: Array | None = None, add: bool = False, fine: bool = False,
+               **rows: Any) -> None:  # fmt: skip
+        """target (+)= W · f(source) + bias, f being RMSNorm or nothing.
 
         `fine`: a product whose errors matter most (see `integer_mode`). `rows`: `index` and `share` (see
         `elementwise.quantise`) and `count`, the address of the number of rows.
         """
-        _check_fit(source, matrix, target, gated=bool(activation))
+        _check_fit(source, matrix, target)
         mode = self.mode_for(matrix, fine=fine)
-        x = self.activations(matrix.cols, mode)
-        count = rows.pop("count", 0)
-        if activation:
-            self._counted(ew.gate_quantise(source.ctypes.data, x, mode, activation), count)
+        x = self._quantised(source, matrix, mode, norm, eps, rows)
+        self._multiplied(self.product(x, matrix, target, mode, bias, add=add), matrix, rows)
+
+    def feed_forward(self, source: Array, matrix: pk.PackedMatrix, inner: Array, down: pk.PackedMatrix, target: Array,
+                     *, activation: str, norm: Array | None = None, eps: float = 0.0, bias: Array | None = None,
+                     add: bool = False, **rows: Any) -> None:  # fmt: skip
+        """target (+)= down · (act(gate) · up) + bias, where `matrix` has gate's outputs, then up's, of RMSNorm(source).
+
+        `inner` holds them where one op cannot do both (`gated`). `rows`: as `linear`'s.
+        """
+        _check_fit(source, matrix, inner)
+        _check_fit(inner, down, target, gated=True)
+        mode, out_mode = self.mode_for(matrix), self.mode_for(down)
+        if matrix.num_tiles * pk.TILE < 2 * down.cols:
+            raise DamagedFile(f"gate and up have {matrix.rows} outputs, and down takes {down.cols} of each")
+        x = self._quantised(source, matrix, mode, norm, eps, rows)
+        out = self.activations(down.cols, out_mode, second=True)
+        if {mode, out_mode} & {"bf16", "fp32"}:
+            self._multiplied(self.product(x, matrix, inner, mode, None, add=False), matrix, rows)
+            self._counted(ew.gate_quantise(inner.ctypes.data, out, out_mode, activation), rows)
         else:
-            stride = source.strides[0]
-            self._counted(ew.norm_quantise(source.ctypes.data, norm, x, eps, mode, stride=stride, **rows), count)
-        self._counted(self.product(x, matrix, target, mode, bias, add=add), count)
+            op = gated(x, matrix, mode, self.zeros(matrix.num_tiles * pk.TILE), out, out_mode, activation)
+            self._multiplied(op, matrix, rows)
+        self._multiplied(self.product(out, down, target, out_mode, bias, add=add), down, rows)
+
+    def _quantised(self, source: Array, matrix: pk.PackedMatrix, mode: str, norm: Array | None, eps: float,
+                   rows: Mapping[str, int]) -> pk.Activations:  # fmt: skip
+        x = self.activations(matrix.cols, mode)
+        chosen = {name: value for name, value in rows.items() if name != "count"}
+        op = ew.norm_quantise(source.ctypes.data, norm, x, eps, mode, stride=source.strides[0], **chosen)
+        self._counted(op, rows)
+        return x
+
+    def _multiplied(self, op: list[int], matrix: pk.PackedMatrix, rows: Mapping[str, int]) -> None:
+        """An op that reads a matrix, which threads that wait for it ask for."""
+        self._counted(op, rows)
         self.ops[-1] += [0] * (MEMORY - len(self.ops[-1])) + [matrix.data.ctypes.data, matrix.data.nbytes]
 
     def product(self, x: pk.Activations, matrix: pk.PackedMatrix, target: Array, mode: str, bias: Array | None,
@@ -144,13 +176,13 @@ class Ops:
             return f32.matmul(x, matrix, target.ctypes.data, ldy, bias, add=add)
         return mm.matmul(x, matrix, target.ctypes.data, ldy, mode, bias, add=add)
 
-    def _counted(self, op: list[int], count: int) -> None:
-        """An op whose number of rows lies at address `count` (0: the step's)."""
+    def _counted(self, op: list[int], rows: Mapping[str, int]) -> None:
+        """An op whose number of rows lies at an address (without one: the step's)."""
         place = mm.ROWS_AT // 8
-        self.ops.append([*op, *[0] * (place - len(op)), count])
+        self.ops.append([*op, *[0] * (place - len(op)), rows.get("count", 0)])
 
 
-def _check_fit(source: Array, matrix: pk.PackedMatrix, target: Array, *, gated: bool) -> None:
+def _check_fit(source: Array, matrix: pk.PackedMatrix, target: Array, *, gated: bool = False) -> None:
     """Kernels check no bounds. Raises DamagedFile for a matrix that reads or writes past its buffers' rows."""
     reads, writes = matrix.cols * (2 if gated else 1), matrix.num_tiles * pk.TILE
     if source.shape[1] < reads or target.strides[0] < 4 * writes:
