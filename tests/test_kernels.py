@@ -431,6 +431,51 @@ def test_attention_is_the_reference_however_it_is_cut(team, case):
     assert np.array_equal(in_chunks(team, [1, 30], *setup, split=True), whole)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {}, {"block": 8}, {"block": 64}, {"dim": 80, "kv_heads": 1}, {"dim": 96, "turning": 32}, {"kind": "int8"},
+        {"kind": "int8", "block": 8}, {"kind": "int8", "dim": 96}, {"kind": "fp8_e4m3", "dim": 128},
+        {"kind": "fp8_e4m3", "dim": 16}, {"kind": "fp32"}, {"kind": "fp32", "block": 8, "dim": 80},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_run_of_tokens_is_written_as_token_by_token(team, case):
+    """Not a byte beside the tokens' own changes, either; norms on queries and keys, and a second sequence beside."""
+    turning = case.get("turning", case.get("dim", 64))
+    shape, pool, _, tables, angles, qkv = setting(tokens=70, **{k: v for k, v in case.items() if k != "turning"})
+    angles = np.ascontiguousarray(angles[:, :turning])
+    norms = [np.linspace(0.5, 2, shape.dim, dtype=np.float32) for _ in range(2)]
+    pool[:] = np.arange(len(pool)) % 101
+    q_type = np.float32 if kv_pages.query_size(shape.size) == 4 else np.uint16
+
+    def written(parts):
+        """The pool, and the queries by row, after passes over `parts`, each a list of (sequence, first, rows)."""
+        held, queries = pk.aligned_zeros(len(pool)), {}
+        held[:] = pool
+        for part in parts:
+            tokens = [(seq, first + i) for seq, first, count in part for i in range(count)]
+            q = np.zeros((shape.kv_heads, 80, shape.ratio, shape.padded_dim), q_type)
+            source = np.ascontiguousarray(qkv[[(at + 7 * seq) % len(qkv) for seq, at in tokens]])
+            op = kv_write.rope_write(shape, source.ctypes.data, q, angles, 0.3, 80, *norms, EPS)
+            which = np.repeat(np.arange(len(part)), [count for *_, count in part]).astype(np.int32)
+            run(team, [op], len(tokens), POSITIONS=np.array([at for _, at in tokens], np.int32), SEGMENT_OF=which,
+                TABLES=np.ascontiguousarray(tables[[seq for seq, *_ in part]]), TABLE_STRIDE=tables.shape[1],
+                POOL=held)  # fmt: skip
+            queries |= {token: q[:, row].tobytes() for row, token in enumerate(tokens)}
+        return held, queries
+
+    for first, count in ((0, 64), (16, 16), (5, 40), (31, 2), (15, 18), (1, 62)):
+        pool_at_once, queries_at_once = written([[(0, first, count), (1, 3, 2)]])
+        singly = [[(0, first + i, 1)] for i in range(count)] + [[(1, 3, 1)], [(1, 4, 1)]]
+        pool_singly, queries_singly = written(singly)
+        assert np.array_equal(pool_at_once, pool_singly), (first, count)
+        assert queries_at_once == queries_singly, (first, count)
+        changed = np.count_nonzero(pool_at_once != pool)
+        most = (count + 2) * (shape.head_bytes * shape.kv_heads // shape.block_size)
+        assert 0.9 * most < changed <= most, (changed, most)
+
+
 def test_a_channel_that_stands_out_does_not_coarsen_int8_keys(team):
     """Real keys have channels several times the others. The error is held against what no rounding of keys gives."""
     setup = setting(kind="int8", tokens=100)
@@ -463,7 +508,8 @@ def test_a_rope_key_of_another_size_does_not_coarsen_an_int8_latent(team, far):
     assert error < 0.5 * without, (error, without)
 
 
-ROPE_WRITES = {size: Kernel(f"rope_write_{size}", kv_write._rope_write, Q_SIZE=size) for size in (2, 4)}
+OTHER_SIZE = 6 - kv_write.Q_SIZE  # of a query's number, on other paths
+INT8_WRITES = {kv_write.Q_SIZE: kv_write.KERNELS["int8"], OTHER_SIZE: kv_write.variant("int8", OTHER_SIZE)}
 
 
 def stored_int8_keys(page, dim):
@@ -485,7 +531,7 @@ def test_stored_int8_keys_are_the_references(team, q_size, loud):
     q = np.zeros((shape.kv_heads * 64 * shape.ratio + 16, shape.padded_dim), np.float32 if q_size == 4 else np.uint16)
     source = np.ascontiguousarray(qkv)
     _, *arguments = kv_write.rope_write(shape, source.ctypes.data, q, angles, 1.0, 64)
-    run(team, [[ROPE_WRITES[q_size].address, *arguments]], 16, POSITIONS=np.arange(16, dtype=np.int32), TABLES=tables,
+    run(team, [[INT8_WRITES[q_size].address, *arguments]], 16, POSITIONS=np.arange(16, dtype=np.int32), TABLES=tables,
         POOL=pool, SEGMENT_OF=np.zeros(16, np.int32), TABLE_STRIDE=tables.shape[1])  # fmt: skip
     page = pool[tables[0, 0] * shape.stride :]
     q, k, _ = (ref.hadamard(x) for x in np.split(qkv, [shape.heads, shape.heads + shape.kv_heads], axis=1))

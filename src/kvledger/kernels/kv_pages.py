@@ -122,9 +122,15 @@ class AttentionShape:
 
 
 @inline
+def cut(x, top):  # type: ignore[no-untyped-def]
+    """x cut to ±top, NaN to −top: a block outlives its sequence, and 0 · NaN is not 0."""
+    return simd.minimum(simd.maximum(x, simd.splat(np.float32(-top))), simd.splat(np.float32(top)))
+
+
+@inline
 def clamped(address, top):  # type: ignore[no-untyped-def]
-    """16 float32, cut to ±top, NaN to −top: a block outlives its sequence, and 0 · NaN is not 0."""
-    return simd.minimum(simd.maximum(simd.load_f32(address), simd.splat(np.float32(-top))), simd.splat(np.float32(top)))
+    """16 float32 at `address`, `cut`."""
+    return cut(simd.load_f32(address), top)
 
 
 @inline
@@ -182,10 +188,8 @@ def even_out(row, latent, dim):  # type: ignore[no-untyped-def]
 
 
 @inline
-def to_elements(kind, source, target, dim):  # type: ignore[no-untyped-def]
-    """dim float32 → the type's elements at `target`. Returns their scale, int8's word as float32."""
-    if kind == INT8:
-        return simd.as_f32(to_int8(source, target, dim, ZERO_BITS))
+def to_floats(kind, source, target, dim):  # type: ignore[no-untyped-def]
+    """dim float32 → elements at `target` of a type without words."""
     for d in range(0, dim, 16):
         if kind == FP8:
             simd.store_i8(target + d, simd.f32_to_e4m3(clamped(source + 4 * d, FP8_MAX)))
@@ -193,49 +197,134 @@ def to_elements(kind, source, target, dim):  # type: ignore[no-untyped-def]
             simd.store_f32(target + 4 * d, clamped(source + 4 * d, BF16_MAX))
         else:
             simd.store_bf16(target + 2 * d, clamped(source + 4 * d, BF16_MAX))
-    return np.float32(1)
 
 
 @inline
 def to_latent_elements(kind, row, target, latent, dim):  # type: ignore[no-untyped-def]
-    """As `to_elements`, of a latent and its rope key. The row itself is no longer what it was."""
+    """A latent and its rope key → the type's elements at `target`. Returns int8's word.
+
+    The row itself is no longer what it was.
+    """
     if kind != INT8:
-        return to_elements(kind, row, target, dim)
+        to_floats(kind, row, target, dim)
+        return np.int64(0)
     step = even_out(row, latent, dim)
-    return simd.as_f32(to_int8(row, target, dim, spare_bits(latent)) | (step - LEAST_STEP) << ZERO_BITS)
+    return to_int8(row, target, dim, spare_bits(latent)) | (step - LEAST_STEP) << ZERO_BITS
 
 
 @inline
-def write_key(kind, elements, scale, to, within, block, dim):  # type: ignore[no-untyped-def]
+def ask_for_token(to, within, block, size):  # type: ignore[no-untyped-def]
+    """Ask for the lines that a token at place `within` of a head's page shares with others.
+
+    `size`: bytes of its key, and of its value.
+    """
+    tile = min(block, 16)
+    keys, values = to + within // tile * tile * size, to + block * size + within // 2 * 2 * size
+    for line in range(0, tile * size, 64):
+        simd.prefetch(keys + line)
+    for line in range(0, 2 * size, 64):
+        simd.prefetch(values + line)
+
+
+@inline
+def element_bytes(kind):  # type: ignore[no-untyped-def]
+    """Bytes of a number in a page."""
+    if kind == FP32:
+        return 4
+    return 2 if kind == BF16 else 1
+
+
+@inline
+def write_key_word(word, to, within, block, dim):  # type: ignore[no-untyped-def]
+    """Put the word of an int8 key at place `within` of a head's page at `to`."""
+    simd.put_i32(to + block * dim + within * 4, np.int32(word))
+
+
+@inline
+def write_key(kind, elements, to, within, block, dim):  # type: ignore[no-untyped-def]
     """Put a token's key at place `within` of a head's page at `to`."""
     tile = min(block, 16)
     start, lane = within // tile * tile * dim, within % tile
-    for d in range(0, dim, 2):
-        if kind == FP32:
-            simd.put_f32(to + (start + d * tile + lane) * 4, simd.get_f32(elements + 4 * d))
-            simd.put_f32(to + (start + (d + 1) * tile + lane) * 4, simd.get_f32(elements + 4 * d + 4))
-        elif kind == BF16:
-            simd.put_i32(to + (start + d * tile + lane * 2) * 2, simd.get_i32(elements + 2 * d))
-        else:
-            simd.put_u16(to + start + d * tile + lane * 2, simd.get_u16(elements + d))
-    if kind == INT8:
-        simd.put_f32(to + block * dim + within * 4, scale)
+    if kind == BF16:
+        at = to + (start + lane * 2) * 2
+        for d in range(0, dim, 2):
+            simd.put_i32(at + d * tile * 2, simd.get_i32(elements + 2 * d))
+    elif kind == FP32:
+        at = to + (start + lane) * 4
+        for d in range(dim):
+            simd.put_f32(at + d * tile * 4, simd.get_f32(elements + 4 * d))
+    else:
+        at = to + start + lane * 2
+        for d in range(0, dim, 2):
+            simd.put_u16(at + d * tile, simd.get_u16(elements + d))
 
 
 @inline
-def write_value(kind, elements, scale, to, within, block, dim):  # type: ignore[no-untyped-def]
-    """Put a token's value at place `within` of a head's page at `to` (where its keys begin)."""
-    start = within // 2 * dim * 2 + within % 2
-    for d in range(dim):
-        if kind == FP32:
-            simd.put_f32(to + ((block + within) * dim + d) * 4, simd.get_f32(elements + 4 * d))
-        elif kind == BF16:
-            simd.put_u16(to + (block * dim + start + 2 * d) * 2, simd.get_u16(elements + 2 * d))
-        else:
-            part = block * dim + (block * 4 if kind == INT8 else 0)
-            simd.put_u8(to + part + start + 2 * d, simd.get_u8(elements + d))
-    if kind == INT8:
-        simd.put_f32(to + 2 * block * dim + block * 4 + within * 4, scale)
+def write_keys(kind, elements, stride, count, to, within, block, dim):  # type: ignore[no-untyped-def]
+    """Put `count` tokens' keys, `stride` bytes apart, at places from `within` on, all of one tile."""
+    size = element_bytes(kind)
+    if count == 16 and dim * size % 64 == 0:
+        at = to + within * dim * size
+        for d in range(0, dim * size, 64):
+            if size == 1:
+                simd.turn_halves(elements + d, stride, at + 16 * d)
+            else:
+                simd.turn_words(elements + d, stride, at + 16 * d)
+        return
+    for i in range(count):
+        write_key(kind, elements + i * stride, to, within + i, block, dim)
+
+
+@inline
+def write_value_word(word, to, within, block, dim):  # type: ignore[no-untyped-def]
+    """As `write_key_word`, of a value."""
+    simd.put_i32(to + (2 * dim + 4) * block + within * 4, np.int32(word))
+
+
+@inline
+def write_values(kind, elements, stride, count, to, within, block, dim):  # type: ignore[no-untyped-def]
+    """As `write_keys`, of values of any type but bf16.
+
+    Two tokens share their lines: nobody else may write one's while another's is written.
+    """
+    if kind == FP32:
+        for i in range(count):
+            at = to + (block + within + i) * dim * 4
+            for d in range(0, dim, 16):
+                simd.store_f32(at + 4 * d, simd.load_f32(elements + i * stride + 4 * d))
+        return
+    to += block * (dim + (4 if kind == INT8 else 0))
+    end = within + count
+    while within < end:
+        pair, is_odd = to + within // 2 * dim * 2, within % 2
+        is_pair = is_odd == 0 and within + 1 < end
+        for d in range(0, dim, 16):
+            if is_pair:
+                simd.store_both_i8(pair + 2 * d, elements + d, elements + stride + d)
+            else:
+                simd.store_one_i8(pair + 2 * d, elements + d, is_odd)
+        taken = 2 if is_pair else 1
+        elements += taken * stride
+        within += taken
+
+
+@inline
+def write_bf16_values(values, stride, count, to, within, block, dim):  # type: ignore[no-untyped-def]
+    """As `write_values`, of bf16, from float32."""
+    to += block * dim * 2
+    end = within + count
+    while within < end:
+        pair, is_odd = to + within // 2 * dim * 4, within % 2
+        is_pair = is_odd == 0 and within + 1 < end
+        for d in range(0, dim * 4, 64):
+            x = clamped(values + d, BF16_MAX)
+            if is_pair:
+                simd.store_bf16_pairs(pair + d, x, clamped(values + stride + d, BF16_MAX))
+            else:
+                simd.store_one_bf16(pair + d, x, is_odd)
+        taken = 2 if is_pair else 1
+        values += taken * stride
+        within += taken
 
 
 # ---------------------------------------------------------------------------------------------- reading

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kvledger.kernels import simd
@@ -15,48 +17,69 @@ from kvledger.kernels.elementwise import (
     rows_chunk,
 )  # fmt: skip
 from kvledger.kernels.hadamard import transform
-from kvledger.kernels.jit import Kernel, inline
+from kvledger.kernels.jit import Kernel, inline, rebound
 from kvledger.kernels.kv_pages import (
     BF16,
+    BF16_MAX,
     FP32,
     INT8,
     KINDS,
+    SPREAD,
+    ZERO_BITS,
     AttentionShape,
+    ask_for_token,
+    cut,
+    element_bytes,
     query_size,
-    to_elements,
-    write_key,
-    write_value,
+    to_floats,
+    to_int8,
+    write_bf16_values,
+    write_key_word,
+    write_keys,
+    write_value_word,
+    write_values,
 )
 from kvledger.kernels.kv_round import round_for_queries
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES, num_rows
-from kvledger.kernels.simd import f32_bits, float_bits
+from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
 
 Q_SIZE = query_size(2)
+KIND, Q_KIND, IS_SPREAD = BF16, FP32 if Q_SIZE == 4 else BF16, 0
+ONE = np.float32(1)
 
 
 @inline
-def rotate(source, target, dim, rope_dim, angles, norm, eps, scale):  # type: ignore[no-untyped-def]
-    """One head: target = rope(RMSNorm(source) · norm) · scale; halves paired (channel j with j + rope_dim / 2).
+def turn(source, angles, half, d, scale):  # type: ignore[no-untyped-def]
+    """16 channels from d on, and those they are paired with, rotated · scale."""
+    c, s = simd.load_f32(angles + 4 * d), simd.load_f32(angles + 4 * (half + d))
+    a, b = simd.load_f32(source + 4 * d), simd.load_f32(source + 4 * (half + d))
+    x, y = simd.sub(simd.mul(a, c), simd.mul(b, s)), simd.fma(a, s, simd.mul(b, c))
+    return simd.mul(x, scale), simd.mul(y, scale)
 
-    `angles`: cosines, then sines, of this position; `norm` 0: no norm. Su et al., arXiv:2104.09864.
+
+@inline
+def write_normed(source, target, dim, norm, eps):  # type: ignore[no-untyped-def]
+    """target = RMSNorm(source) · norm."""
+    inverse = simd.splat(inverse_rms(source, dim, eps))
+    for d in range(0, dim, 16):
+        normed = simd.mul(simd.load_f32(source + 4 * d), inverse)
+        simd.store_f32(target + 4 * d, simd.mul(normed, simd.load_f32(norm + 4 * d)))
+
+
+@inline
+def rotate(source, target, dim, rope_dim, angles, scale):  # type: ignore[no-untyped-def]
+    """One head: target = rope(source) · scale; halves paired (channel j with j + rope_dim / 2).
+
+    `angles`: cosines, then sines, of this position. Su et al., arXiv:2104.09864.
     """
     half = rope_dim // 2
     factor = scale
-    if norm != 0:
-        inverse = simd.splat(inverse_rms(source, dim, eps))
-        for d in range(0, dim, 16):
-            normed = simd.mul(simd.load_f32(source + 4 * d), inverse)
-            simd.store_f32(target + 4 * d, simd.mul(normed, simd.load_f32(norm + 4 * d)))
-        source = target
     if half % 16 == 0:
-        wide = simd.splat(factor)
         for d in range(0, half, 16):
-            c, s = simd.load_f32(angles + 4 * d), simd.load_f32(angles + 4 * (half + d))
-            a, b = simd.load_f32(source + 4 * d), simd.load_f32(source + 4 * (half + d))
-            x, y = simd.sub(simd.mul(a, c), simd.mul(b, s)), simd.fma(a, s, simd.mul(b, c))
-            simd.store_f32(target + 4 * d, simd.mul(x, wide))
-            simd.store_f32(target + 4 * (half + d), simd.mul(y, wide))
+            x, y = turn(source, angles, half, d, simd.splat(factor))
+            simd.store_f32(target + 4 * d, x)
+            simd.store_f32(target + 4 * (half + d), y)
     else:
         for d in range(half):
             c, s = simd.get_f32(angles + 4 * d), simd.get_f32(angles + 4 * (half + d))
@@ -68,15 +91,132 @@ def rotate(source, target, dim, rope_dim, angles, norm, eps, scale):  # type: ig
 
 
 @inline
+def turn_head(source, target, dim, rope_dim, angles, norm, eps, scale):  # type: ignore[no-untyped-def]
+    """One head: target = rope(RMSNorm(source) · norm) · scale; `norm` 0: no norm."""
+    if norm != 0:
+        write_normed(source, target, dim, norm, eps)
+        source = target
+    rotate(source, target, dim, rope_dim, angles, scale)
+
+
+@inline
+def turn_heads(  # type: ignore[no-untyped-def]
+    kind, count, source, apart, target, target_apart, work, dim, angles, angles_apart, norm, eps, scale
+):
+    """`turn_head`, then `to_floats` of bf16 or fp32, of `count` heads; `apart`: bytes from each to the next.
+
+    All channels turn, and stay in registers.
+    """
+    half, wide = dim // 2, simd.splat(scale)
+    for _ in range(count):
+        head = source
+        if norm != 0:
+            write_normed(source, work, dim, norm, eps)
+            head = work
+        for d in range(0, half, 16):
+            x, y = turn(head, angles, half, d, wide)
+            x, y = cut(x, BF16_MAX), cut(y, BF16_MAX)
+            if kind == FP32:
+                simd.store_f32(target + 4 * d, x)
+                simd.store_f32(target + 4 * (half + d), y)
+            else:
+                simd.store_bf16(target + 2 * d, x)
+                simd.store_bf16(target + 2 * (half + d), y)
+        source += apart
+        target += target_apart
+        angles += angles_apart
+
+
+@inline
 def copy_head(source, to, dim):  # type: ignore[no-untyped-def]
     """float32[dim] from `source` to `to`."""
     for d in range(0, dim, 16):
         simd.store_f32(to + 4 * d, simd.load_f32(source + 4 * d))
 
 
+@inline
+def tile_begin(row, rows, positions, segment_of, tile):  # type: ignore[no-untyped-def]
+    """The first row from `row` on where another tile of a page begins: threads that part there share no line."""
+    while 0 < row < rows:
+        if simd.get_i32(segment_of + 4 * row) != simd.get_i32(segment_of + 4 * row - 4):
+            break
+        if np.int64(simd.get_i32(positions + 4 * row)) % tile == 0:
+            break
+        row += 1
+    return min(row, rows)
+
+
+def _turn_queries(  # type: ignore[no-untyped-def]
+    source, width, count, heads, ratio, q, q_bytes, apart, work, dim, rope_dim, angles, norm, eps, scale, spread
+):
+    """Queries of `count` rows `width` bytes apart → elements at q, a KV head's `apart` bytes after the last's."""
+    for row in range(count):
+        head, at = source + row * width, angles + row * rope_dim * 4
+        for h in range(heads):
+            to = q + h * apart + row * ratio * q_bytes
+            if IS_SPREAD == 0 and rope_dim == dim and dim % 32 == 0:
+                turn_heads(Q_KIND, ratio, head, dim * 4, to, q_bytes, work, dim, at, np.int64(0), norm, eps, scale)
+            else:
+                for j in range(ratio):
+                    turn_head(head + j * dim * 4, work, dim, rope_dim, at, norm, eps, scale)
+                    if IS_SPREAD == 1:
+                        transform(work, dim, spread)
+                    to_floats(Q_KIND, work, to + j * q_bytes, dim)
+            head += ratio * dim * 4
+
+
+def _write_head_keys(  # type: ignore[no-untyped-def]
+    source, width, count, to, within, block, work, dim, rope_dim, angles, norm, eps, spread, q, q_bytes, ratio
+):
+    """Keys of a KV head, of `count` rows, into its page at `to`. `q`: its queries' elements, which int8 reads."""
+    size, elements = dim * element_bytes(KIND), work + dim * 4
+    if IS_SPREAD == 0 and rope_dim == dim and dim % 32 == 0:
+        turn_heads(KIND, count, source, width, elements, size, work, dim, angles, dim * 4, norm, eps, ONE)
+    else:
+        for i in range(count):
+            key = elements + i * size
+            turn_head(source + i * width, work, dim, rope_dim, angles + i * rope_dim * 4, norm, eps, ONE)
+            if IS_SPREAD == 1:
+                transform(work, dim, spread)
+            if KIND == INT8:
+                word, own, room = to_int8(work, key, dim, ZERO_BITS), q + i * ratio * q_bytes, elements + 16 * size
+                round_for_queries(work, word, key, own, q_bytes, ratio, Q_SIZE, dim, room)
+                write_key_word(word, to, within + i, block, dim)
+            else:
+                to_floats(KIND, work, key, dim)
+    write_keys(KIND, elements, size, count, to, within, block, dim)
+
+
+def _write_head_values(source, width, count, to, within, block, work, dim, spread):  # type: ignore[no-untyped-def]
+    """As `_write_head_keys`, of values."""
+    if KIND == BF16:
+        write_bf16_values(source, width, count, to, within, block, dim)
+        return
+    size, elements = dim * element_bytes(KIND), work + dim * 4
+    for i in range(count):
+        value, mine = source + i * width, elements + i * size
+        if IS_SPREAD == 1:
+            copy_head(value, work, dim)
+            transform(work, dim, spread)
+            value = work
+        if KIND == INT8:
+            write_value_word(to_int8(value, mine, dim, ZERO_BITS), to, within + i, block, dim)
+        else:
+            to_floats(KIND, value, mine, dim)
+    write_values(KIND, elements, size, count, to, within, block, dim)
+
+
+# functions bound per variant
+turn_queries: Any = None
+write_head_keys: Any = None
+write_head_values: Any = None
+
+
 def _rope_write(op: int, ctx: int, thread: int) -> None:
     """Arguments: qkv, q, offset, bytes of a block, group, KV heads, ratio, dim, padded dim, block size, rope dim,
-    angles, scale, query norm, key norm, eps, rows allocated, kind, bytes of a head, transform width (0: none).
+    angles, scale, query norm, key norm, eps, rows allocated, bytes of a head, transform width (0: none).
+
+    Rows are taken by tiles: a run of rows of one tile has its keys and values written together.
     """
     qkv, q = simd.get_i64(op + 8), simd.get_i64(op + 16)
     offset, block_bytes = simd.get_i64(op + 24), simd.get_i64(op + 32)
@@ -84,60 +224,59 @@ def _rope_write(op: int, ctx: int, thread: int) -> None:
     dim, padded, block = simd.get_i64(op + 64), simd.get_i64(op + 72), simd.get_i64(op + 80)
     rope_dim, angles, scale = simd.get_i64(op + 88), simd.get_i64(op + 96), simd.as_f32(simd.get_i64(op + 104))
     q_norm, k_norm, eps = simd.get_i64(op + 112), simd.get_i64(op + 120), simd.as_f32(simd.get_i64(op + 128))
-    max_rows, kind, head_bytes = simd.get_i64(op + 136), simd.get_i64(op + 144), simd.get_i64(op + 152)
-    spread = simd.get_i64(op + 160)
+    max_rows, head_bytes, spread = simd.get_i64(op + 136), simd.get_i64(op + 144), simd.get_i64(op + 152)
     positions, segment_of = simd.get_i64(ctx + 8 * POSITIONS), simd.get_i64(ctx + 8 * SEGMENT_OF)
     tables = simd.get_i64(ctx + 8 * (TABLES + table))
     stride = simd.get_i64(ctx + 8 * TABLE_STRIDE) * 4
     pool = simd.get_i64(ctx + 8 * POOL) + offset
     work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
-    elements = work + dim * 4
-    q_size = 4 if kind == FP32 else Q_SIZE
-    q_kind = FP32 if q_size == 4 else BF16
-    rows, chunk = num_rows(op, ctx), rows_chunk(op, ctx)
-    width = (ratio + 2) * heads * dim * 4
+    rows, chunk, tile = num_rows(op, ctx), rows_chunk(op, ctx), min(block, 16)
+    width, own_bytes = (ratio + 2) * heads * dim * 4, ratio * padded * Q_SIZE
     while True:
-        first = next_item(op) * chunk
-        if first >= rows:
+        item = next_item(op) * chunk
+        if item >= rows:
             break
-        for row in range(first, min(first + chunk, rows)):
+        row = tile_begin(item, rows, positions, segment_of, tile)
+        last = tile_begin(min(item + chunk, rows), rows, positions, segment_of, tile)
+        while row < last:
+            count = tile_begin(row + 1, rows, positions, segment_of, tile) - row
             position = np.int64(simd.get_i32(positions + 4 * row))
-            at = angles + position * rope_dim * 4
             segment = np.int64(simd.get_i32(segment_of + 4 * row))
             number = np.int64(simd.get_i32(tables + segment * stride + position // block * 4))
-            source = qkv + row * width
-            for h in range(heads * ratio):
-                rotate(source, work, dim, rope_dim, at, q_norm, eps, scale)
-                if spread > 0:
-                    transform(work, dim, spread)
-                to_elements(
-                    q_kind, work, q + ((h // ratio * max_rows + row) * ratio + h % ratio) * padded * q_size, dim
-                )
-                source += dim * 4
+            page, within = pool + number * block_bytes, position % block
+            if count == 1:
+                for h in range(heads):
+                    ask_for_token(page + h * head_bytes, within, block, dim * element_bytes(KIND))
+            source, own, at = qkv + row * width, q + row * own_bytes, angles + position * rope_dim * 4
+            turn_queries(
+                source, width, count, heads, ratio, own, padded * Q_SIZE, max_rows * own_bytes, work, dim, rope_dim, at,
+                q_norm, eps, scale, spread,
+            )  # fmt: skip
             for h in range(heads):
-                to = pool + number * block_bytes + h * head_bytes
-                rotate(source, work, dim, rope_dim, at, k_norm, eps, np.float32(1))
-                if spread > 0:
-                    transform(work, dim, spread)
-                key_scale = to_elements(kind, work, elements, dim)
-                if kind == INT8:
-                    own = q + (h * max_rows + row) * ratio * padded * q_size
-                    to_round = elements + dim * 4
-                    round_for_queries(
-                        work, f32_bits(key_scale), elements, own, padded * q_size, ratio, q_size, dim, to_round
-                    )
-                write_key(kind, elements, key_scale, to, position % block, block, dim)
-                value = source + heads * dim * 4
-                if spread > 0:
-                    copy_head(value, work, dim)
-                    transform(work, dim, spread)
-                    value = work
-                value_scale = to_elements(kind, value, elements, dim)
-                write_value(kind, elements, value_scale, to, position % block, block, dim)
-                source += dim * 4
+                to, key = page + h * head_bytes, source + (heads * ratio + h) * dim * 4
+                write_head_keys(
+                    key, width, count, to, within, block, work, dim, rope_dim, at, k_norm, eps, spread,
+                    own + h * max_rows * own_bytes, padded * Q_SIZE, ratio,
+                )  # fmt: skip
+                write_head_values(key + heads * dim * 4, width, count, to, within, block, work, dim, spread)
+            row += count
 
 
-ROPE_WRITE = Kernel("rope_write", _rope_write)
+def variant(kind: str, q_size: int) -> Kernel:
+    """The kernel for pages of a type and queries whose numbers have so many bytes."""
+    name = f"{kind}_{8 * q_size}"
+    bound = {
+        "KIND": KINDS[kind], "Q_KIND": FP32 if q_size == 4 else BF16, "Q_SIZE": q_size,
+        "IS_SPREAD": int(kind in SPREAD),
+    }  # fmt: skip
+    parts = {
+        part.__name__[1:]: inline(rebound(part, f"{part.__name__}_{name}", **bound))
+        for part in (_turn_queries, _write_head_keys, _write_head_values)
+    }
+    return Kernel(f"rope_write_{name}", _rope_write, **bound, **parts)
+
+
+KERNELS = {kind: variant(kind, query_size(4 if kind == "fp32" else 2)) for kind in KINDS if kind != "int4"}
 
 
 def rope_write(shape: AttentionShape, qkv: int, q: np.ndarray, angles: np.ndarray, scale: float, max_rows: int,
@@ -153,7 +292,7 @@ def rope_write(shape: AttentionShape, qkv: int, q: np.ndarray, angles: np.ndarra
     """
     norms = [0 if n is None else n.ctypes.data for n in (q_norm, k_norm)]
     return [
-        ROPE_WRITE.address, qkv, q.ctypes.data, shape.offset, shape.stride, shape.group, shape.kv_heads, shape.ratio,
-        shape.dim, shape.padded_dim, shape.block_size, angles.shape[1], angles.ctypes.data, float_bits(scale), *norms,
-        float_bits(eps), max_rows, KINDS[shape.kind], shape.head_bytes, shape.spread,
+        KERNELS[shape.kind].address, qkv, q.ctypes.data, shape.offset, shape.stride, shape.group, shape.kv_heads,
+        shape.ratio, shape.dim, shape.padded_dim, shape.block_size, angles.shape[1], angles.ctypes.data,
+        float_bits(scale), *norms, float_bits(eps), max_rows, shape.head_bytes, shape.spread,
     ]  # fmt: skip

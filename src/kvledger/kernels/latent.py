@@ -18,7 +18,17 @@ from kvledger.kernels.elementwise import (
 )  # fmt: skip
 from kvledger.kernels.hadamard import transform
 from kvledger.kernels.jit import Kernel, inline
-from kvledger.kernels.kv_pages import BF16, FP32, KINDS, AttentionShape, to_elements, to_latent_elements, write_key
+from kvledger.kernels.kv_pages import (
+    BF16,
+    FP32,
+    INT8,
+    KINDS,
+    AttentionShape,
+    to_floats,
+    to_latent_elements,
+    write_key,
+    write_key_word,
+)
 from kvledger.kernels.kv_write import Q_SIZE, rotate
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES, num_rows
 from kvledger.kernels.simd import float_bits
@@ -71,19 +81,22 @@ def _latent_write(op: int, ctx: int, thread: int) -> None:
             for d in range(0, latent, 16):
                 normed = simd.mul(simd.mul(simd.load_f32(source + 4 * d), factor), simd.load_f32(norm + 4 * d))
                 simd.store_f32(work + 4 * d, normed)
-            rotate(source + latent * 4, work + latent * 4, rope, rope, at, 0, eps, np.float32(1))
+            rotate(source + latent * 4, work + latent * 4, rope, rope, at, np.float32(1))
             spread_row(work, latent, rope, spread, rope_spread)
             word = to_latent_elements(kind, work, elements, latent, dim)
-            write_key(kind, elements, word, pool + number * block_bytes, position % block, block, dim)
+            to = pool + number * block_bytes
+            write_key(kind, elements, to, position % block, block, dim)
+            if kind == INT8:
+                write_key_word(word, to, position % block, block, dim)
             wide = simd.splat(scale)
             for h in range(heads):
                 seen = absorbed + (row * heads + h) * latent * 4
                 for d in range(0, latent, 16):
                     simd.store_f32(work + 4 * d, simd.mul(simd.load_f32(seen + 4 * d), wide))
                 turned = queries + row * ldq + (h * (nope + rope) + nope) * 4
-                rotate(turned, work + latent * 4, rope, rope, at, 0, eps, scale)
+                rotate(turned, work + latent * 4, rope, rope, at, scale)
                 spread_row(work, latent, rope, spread, rope_spread)
-                to_elements(q_kind, work, q + (row * heads + h) * padded * q_size, dim)
+                to_floats(q_kind, work, q + (row * heads + h) * padded * q_size, dim)
 
 
 LATENT_WRITE = Kernel("latent_write", _latent_write)

@@ -190,6 +190,58 @@ low_lanes_twice, high_lanes_twice = (emitted(_w, [_w], _lanes_of(first)) for fir
 in_turn = emitted(_w, [types.int32, types.int32], _in_turn)
 store_bf16_pairs = emitted(types.void, [_i, _v, _v], lambda e, a, x, y: e.store_pairs(x, y, a, _IN_TURN))
 
+
+def _turned(e: Emit, address: Val, stride: Val) -> list[Val]:
+    """The 16 columns of 16 rows of 16 words that lie `stride` bytes apart.
+
+    Lanes i and i ^ distance of two rows that are as far apart change places, for four distances.
+    """
+    rows = [e.load(VI32, address + e.i64(i) * stride) for i in range(LANES)]
+    for distance in (8, 4, 2, 1):
+        low = ir.Constant(VI32, [i if i & distance == 0 else i - distance + LANES for i in range(LANES)])
+        high = ir.Constant(VI32, [i + distance if i & distance == 0 else i + LANES for i in range(LANES)])
+        for i in (i for i in range(LANES) if i & distance == 0):
+            a, b = rows[i].v, rows[i + distance].v
+            rows[i] = Val(e, e.b.shuffle_vector(a, b, low))
+            rows[i + distance] = Val(e, e.b.shuffle_vector(a, b, high))
+    return rows
+
+
+def _turn_words(e: Emit, source: Val, stride: Val, to: Val) -> None:
+    """16 rows of 16 words, `stride` bytes apart, → their columns, one after another."""
+    for i, column in enumerate(_turned(e, source, stride)):
+        e.store(column, to, 64 * i)
+
+
+def _turn_halves(e: Emit, source: Val, stride: Val, to: Val) -> None:
+    """As `turn_words`, of 32 columns of halves of words."""
+    apart = ir.Constant(vec(I32, 32), [*range(0, 32, 2), *range(1, 32, 2)])
+    for i, column in enumerate(_turned(e, source, stride)):
+        halves = e.bitcast(column, vec(I16, 32)).v
+        e.store(Val(e, e.b.shuffle_vector(halves, halves, apart)), to, 64 * i)
+
+
+def _store_both_i8(e: Emit, to: Val, x: Val, y: Val) -> None:
+    """16 bytes of each of two places, in turn."""
+    mask = ir.Constant(vec(I32, 32), _IN_TURN)
+    e.store(Val(e, e.b.shuffle_vector(e.load(VI8, x).v, e.load(VI8, y).v, mask)), to)
+
+
+def _store_one(e: Emit, to: Val, x: Val, is_second: Val) -> None:
+    """16 elements to every second place: to the first of each two, or to the second."""
+    width = x.v.type.element.width
+    whole = vec(ir.IntType(2 * width))
+    shift = e.splat(Val(e, e.b.trunc((is_second * width).v, whole.element)))
+    kept = e.load(whole, to) & (e.const(whole, ((1 << width) - 1) << width) >> shift)
+    e.store(kept | (Val(e, e.b.zext(x.v, whole)) << shift), to)
+
+
+turn_words = emitted(types.void, [_i, _i, _i], _turn_words)
+turn_halves = emitted(types.void, [_i, _i, _i], _turn_halves)
+store_both_i8 = emitted(types.void, [_i, _i, _i], _store_both_i8)
+store_one_i8 = emitted(types.void, [_i, _i, _i], lambda e, to, x, second: _store_one(e, to, e.load(VI8, x), second))
+store_one_bf16 = emitted(types.void, [_i, _v, _i], lambda e, to, x, second: _store_one(e, to, e.to_bf16(x), second))
+
 # atomics: how threads share work and wait for each other
 fetch_add = emitted(_i, [_i, _i], lambda e, a, x: Val(e, e.b.atomic_rmw("add", e.pointer(a, I64), x.v, "seq_cst")))
 fetch_or = emitted(_i, [_i, _i], lambda e, a, x: Val(e, e.b.atomic_rmw("or", e.pointer(a, I64), x.v, "seq_cst")))

@@ -28,7 +28,7 @@ def common_kernels(mode: str, size: int = 2, form: str = "in_place") -> list[Ker
     else:
         products.append(gated.KERNELS[4, False, integer_mode(mode, 4)])
     others = [elementwise.EMBED, elementwise.NORM_QUANTISE]
-    cached = [kv_write.ROPE_WRITE, attention.KERNELS[size, form], attention.MERGE]
+    cached = [kv_write.KERNELS["fp32" if size == 4 else "bf16"], attention.KERNELS[size, form], attention.MERGE]
     return products + others + cached
 
 
