@@ -51,8 +51,8 @@ def product(team: Team, outputs: int, inputs: int, rows: int, mode: str, found: 
     first = pk.pack(level, scale, -8 * scale, 4)
     copies = [first] + [pk.PackedMatrix(outputs, inputs, 4, False, first.data.copy())
                         for _ in range(COPIES_BYTES // first.data.nbytes)]  # fmt: skip
-    x, y = pk.Activations.empty(rows, inputs, mode), np.zeros((-(-rows // 16) * 16, outputs), np.float32)
-    bias = np.zeros(outputs, np.float32)
+    x, y = pk.Activations.empty(rows, inputs, mode), pk.aligned((-(-rows // 16) * 16, outputs))
+    bias = pk.aligned((outputs,))
     ctx, keep = context(team, rows, max(mm.PANEL_BYTES, amx.scratch_bytes(first)))
     place = (y.ctypes.data, outputs * 4)
     if mode == "bf16":
@@ -79,8 +79,9 @@ def attention(team: Team, sequences: int, new: int, context_tokens: int, found: 
     shape = AttentionShape(heads, kv_heads, dim, block, kv_heads * block * dim * 4, 0, 0)
     rows, ratio = sequences * new, heads // kv_heads
     pool = pk.aligned_zeros(blocks * shape.page_bytes + (1 << 16))
-    q = np.zeros((kv_heads * rows * ratio + 16, shape.padded_dim), np.float32 if query_size(2) == 4 else np.uint16)
-    out = np.zeros((rows, heads, dim), np.float32)
+    number = np.float32 if query_size(2) == 4 else np.uint16
+    q = pk.aligned((kv_heads * rows * ratio + 16, shape.padded_dim), number)
+    out = pk.aligned((rows, heads, dim))
     segments = np.array([(i * new, new, context_tokens, 0) for i in range(sequences)], np.int64)
     spans = lambda last: -(-last // SPAN)  # noqa: E731
     units = np.array([

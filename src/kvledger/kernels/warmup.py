@@ -21,12 +21,11 @@ def common_kernels(mode: str, size: int = 2, form: str = "in_place") -> list[Ker
         elif mode == "fp32":
             products.append(matmul_f32.KERNELS[bits, False])
         else:
-            modes = {integer_mode(mode, bits, fine=fine) for fine in (False, True)}
-            products += [matmul.KERNELS[bits, False, each] for each in sorted(modes)]
+            modes = sorted({integer_mode(mode, bits, fine=fine) for fine in (False, True)})
+            products += [matmul.KERNELS[bits, False, each] for each in modes]
+            products += [gated.KERNELS[bits, False, each] for each in modes if bits == 4]
     if mode in ("bf16", "fp32"):
         products.append(elementwise.GATE_QUANTISE)
-    else:
-        products.append(gated.KERNELS[4, False, integer_mode(mode, 4)])
     others = [elementwise.EMBED, elementwise.NORM_QUANTISE]
     cached = [kv_write.KERNELS["fp32" if size == 4 else "bf16"], attention.KERNELS[size, form], attention.MERGE]
     return products + others + cached

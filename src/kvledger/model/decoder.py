@@ -27,6 +27,7 @@ from kvledger.model.rope import Rope
 from kvledger.spec.kv import KVLayout
 from kvledger.spec.kv_computed import kind_of
 
+FINE_SHARE = 8  # of the layers the first eighth is computed as finely as queries and keys: all others hear its errors
 HEAD_ROWS = 64  # rows of logits computed at once
 # The head sees one row per sequence, prompts or not: few rows are read faster as integers, and more exactly.
 HEAD_MODES = {"bf16": "int8x2"}
@@ -119,8 +120,10 @@ class _Builder:
         embedding = w.matrix("token_embd.weight")
         ops.add(ew.embed(embedding, self.x.ctypes.data, d.embed_scale))
         for layer in range(d.num_layers):
+            ops.fine = layer < d.num_layers / FINE_SHARE
             self._attention(layer)
             self._feed_forward(layer)
+        ops.fine = False
         body, ops.ops = ops.ops, []
         ops.mode = HEAD_MODES.get(ops.mode, ops.mode)
         head_x, logits = aligned((HEAD_ROWS, d.hidden)), aligned((HEAD_ROWS, -(-d.vocab // 16) * 16))
@@ -155,7 +158,7 @@ class _Builder:
         else:
             self._plain_attention(shape, p, angles, scale)
         matrix, back = self._back(f"{p}attn_output")
-        self.ops.linear(self.mixed, matrix, fine=True, **back)
+        self.ops.linear(self.mixed, matrix, **back)
         self._normed_back(f"{p}post_attention_norm.weight")
 
     def _shape(self, layer: int, kind: str, *, is_residual: bool = False) -> AttentionShape:

@@ -74,10 +74,13 @@ class Weights:
 
 
 class Ops:
-    """A program being written. `mode` is how activations are kept for products (`packed.TERM_BITS`)."""
+    """A program being written. `mode` is how activations are kept for products (`packed.TERM_BITS`).
+
+    `fine`: every product that is added is one whose errors matter most (`integer_mode`).
+    """
 
     def __init__(self, weights: Weights, mode: str) -> None:
-        self.weights, self.mode = weights, mode
+        self.weights, self.mode, self.fine = weights, mode, False
         weights.exact = mode == "fp32"
         self.ops: list[list[int]] = []
         self.keep: list[object] = []
@@ -97,7 +100,7 @@ class Ops:
         """Unpacked weights have no integers to multiply: they need floating point on either side."""
         if self.mode in ("bf16", "fp32"):
             return "fp32" if matrix.bits == 32 else self.mode
-        return "fp32" if matrix.bits >= 16 else pk.integer_mode(self.mode, matrix.bits, fine=fine)
+        return "fp32" if matrix.bits >= 16 else pk.integer_mode(self.mode, matrix.bits, fine=fine or self.fine)
 
     def activations(self, width: int, mode: str, *, second: bool = False) -> pk.Activations:
         """The buffer for activations of this size: one for all ops, since they run one after the other.
