@@ -75,7 +75,7 @@ def run(
     system: str = typer.Option("", help="System message."),
     raw: bool = typer.Option(False, "--raw", help="Continue the prompt as it is, without the chat template."),
     max_tokens: int = typer.Option(None, help="Longest answer; default: the rest of the context."),
-    temperature: float = typer.Option(None, help="0 is greedy; default: the model's recommendation."),
+    temperature: float = typer.Option(0.0, help="0 is greedy: the same answer every time."),
     top_p: float = typer.Option(None, help="Default: the model's recommendation."),
     seed: int = typer.Option(None, help="Makes sampling repeatable."),
     kv_memory: KvMemory = "",
