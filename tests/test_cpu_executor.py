@@ -10,7 +10,10 @@ import pytest
 
 from kvledger.errors import ConfigError, DamagedFile, UnsupportedModel
 from kvledger.exec.cpu import MODES, CpuExecutor
-from kvledger.kernels import jit
+from kvledger.kernels import gated, jit, matmul
+from kvledger.kernels.packed import integer_mode
+from kvledger.model.decoder import build
+from kvledger.model.registry import read_decoder
 from kvledger.sched.sequence import Sequence
 from kvledger.sched.step import Chunk, Step
 from kvledger.spec.config import ExecConfig
@@ -53,6 +56,18 @@ def test_the_pool_is_what_the_layout_says(kv, block):
     assert ex.kv_bytes == 7 * ex.layout.block_bytes
     ex.close()
     ex.close()
+
+
+@pytest.mark.skipif(integer_mode("int8", 4) != "int8", reason="this path multiplies in 15 bits only")
+def test_mixed_takes_15_bits_for_queries_and_keys_and_for_the_first_eighth_of_the_layers():
+    weights = decoder(layers=9, kind="Q4_1", dim=32)
+    spec = model_from_gguf(weights.metadata, weights.facts)
+    read = read_decoder(weights.metadata, spec, weights.tensors)
+    model = build(read, weights.tensors, spec.kv_layout(), "mixed", 64)
+    names = {k.address: mode for kernels in (matmul.KERNELS, gated.KERNELS) for (_, _, mode), k in kernels.items()}
+    modes = [names[at] for at in model.body[:, 0].tolist() if at in names]  # q k v; output; gate and up; down
+    fine = integer_mode("int8x2", 4)
+    assert modes == [fine] * 8 + [fine, "int8", "int8", "int8"] * 7
 
 
 @pytest.mark.parametrize(

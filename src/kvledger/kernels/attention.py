@@ -20,7 +20,6 @@ import numpy as np
 from kvledger.kernels import simd
 from kvledger.kernels.attention_loops import (
     AHEAD,
-    HAS_AMX,
     LOOPS,
     SPAN,
     SPLIT_ROWS,
@@ -143,6 +142,7 @@ tiles_of: Any = None
 SIZE = 2  # bytes of a key's or value's number in the form that is computed with
 Q_SIZE = 2  # of a query's number and of a weight
 IN_PLACE = True  # tiles are read where they lie in the pool
+HAS_AMX = False  # scores and mixes are taken by tiles
 
 NAMES_BYTES = 256  # room for the addresses of a span's tiles and of the first of those to be read next
 assert (SPAN // 16 + 2 * AHEAD) * 8 <= NAMES_BYTES
@@ -224,8 +224,9 @@ def num_sealed(position, residual):  # type: ignore[no-untyped-def]
 
 
 @inline
-def unit_of(item, heads, ratio, window, units, segments):  # type: ignore[no-untyped-def]
+def unit_of(item, work):  # type: ignore[no-untyped-def]
     """(head, unit, segment, first row, rows, first key that a row sees, end of the keys) of an item of work."""
+    heads, ratio, window, units, segments = work
     head, unit = item % heads, units + item // heads * UNIT_WORDS * 8
     segment = segments + simd.get_i64(unit) * SEGMENT_WORDS * 8
     row0, rows, position = simd.get_i64(unit + 8), simd.get_i64(unit + 16), simd.get_i64(segment + 16)
@@ -261,6 +262,16 @@ def name_following(size, place, start, oldest, newest, shape, first, tiles, keys
     tiles_in_place(0, size, place, first2, end, start, newest, block, dim, vdim, keys + behind, values + behind, 0)
 
 
+@inline
+def name_item(size, item, work, pages, place, shape, first, tiles, keys, values):  # type: ignore[no-untyped-def]
+    """As `name_following`, of another item's first span. `pages`: tables, bytes of a table, offset, bytes of a head."""
+    head, unit, _, _, _, oldest, newest = unit_of(item, work)
+    tables, stride, offset, head_bytes = pages
+    there = tables + simd.get_i64(unit) * stride, place[1], place[2], offset + head * head_bytes
+    start = simd.get_i64(unit + 24) * SPAN
+    name_following(size, there + place[4:], start, oldest, newest, shape, first, tiles, keys, values)
+
+
 def _attention(op: int, ctx: int, thread: int) -> None:
     """Arguments: q, out, offset, bytes of a block, group, KV heads, ratio, dim, padded dim, block size, window, cap,
     rows allocated, tile configuration, kind, value dim, bytes of a head; group, offset, bytes of a head and tokens of
@@ -289,7 +300,8 @@ def _attention(op: int, ctx: int, thread: int) -> None:
     part = total + MAX_ROWS * vdim * 4
     staged = part + MAX_ROWS * vdim * 4
     scales = staged + SPAN * (dim + vdim) * SIZE if kind == INT8 else 0
-    shape = block, dim, vdim
+    shape, work = (block, dim, vdim), (heads, ratio, window, units, segments)
+    pages = tables, stride, offset, head_bytes
     num_items, threads = simd.get_i64(ctx + 8 * NUM_UNITS) * heads, simd.get_i64(ctx + 8 * NUM_THREADS)
     if HAS_AMX:
         simd.tile_config(simd.get_i64(op + 112))
@@ -297,7 +309,7 @@ def _attention(op: int, ctx: int, thread: int) -> None:
         item = next_item(op)
         if item >= num_items:
             break
-        head, unit, segment, row0, rows, oldest, newest = unit_of(item, heads, ratio, window, units, segments)
+        head, unit, segment, row0, rows, oldest, newest = unit_of(item, work)
         span0, num_spans, partial = simd.get_i64(unit + 24), simd.get_i64(unit + 32), simd.get_i64(unit + 40)
         first_row, position = simd.get_i64(segment), simd.get_i64(segment + 16)
         entry = simd.get_i64(unit) * stride
@@ -317,12 +329,8 @@ def _attention(op: int, ctx: int, thread: int) -> None:
                 if IN_PLACE and span + 1 < span0 + num_spans:
                     name_following(SIZE, place, start + SPAN, oldest, newest, shape, first, tiles, keys, values)
                 elif IN_PLACE:  # what this thread is likely to take next
-                    head2, unit2, _, _, _, oldest2, newest2 = unit_of(
-                        min(item + threads, num_items - 1), heads, ratio, window, units, segments
-                    )
-                    there = tables + simd.get_i64(unit2) * stride, pool, block_bytes, offset + head2 * head_bytes
-                    start2 = simd.get_i64(unit2 + 24) * SPAN
-                    name_following(SIZE, there + place[4:], start2, oldest2, newest2, shape, first, tiles, keys, values)
+                    other = min(item + threads, num_items - 1)
+                    name_item(SIZE, other, work, pages, place, shape, first, tiles, keys, values)
                 else:
                     repeat_last(first, tiles, keys, values)
                 scores_of(qr, ldq, rows, keys, values, first, tiles, dim, scores)

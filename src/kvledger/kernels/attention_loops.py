@@ -75,7 +75,7 @@ def _scores(form: Form, rows: int, *, asks: bool = True) -> Any:
         sums = [e.var(e.const(VF32, 0.0)) for _ in range(rows)]
         with e.loop(pairs) as p:
             for line in range(form.size // 2 if asks else 0):
-                e.prefetch(ahead + p * (32 * form.size), 64 * line, 2)
+                e.prefetch(ahead + p * (32 * form.size), 64 * line, locality=2)
             for i, k in enumerate(form.operands(e, keys + p * (32 * form.size), e.i64(64))):
                 for r in range(rows):
                     word = e.load_splat(form.word, q + ldq * r + p * form.pair_bytes, 4 * i)
@@ -98,7 +98,7 @@ def _mix(form: Form, rows: int, width: int) -> Any:
                 at = values + ldv * (pair * form.size // 2)
                 for row in range(form.size // 2):
                     for c in range(width):
-                        e.prefetch(ahead + ldv * (pair * form.size // 2 + row), 64 * c, 2)
+                        e.prefetch(ahead + ldv * (pair * form.size // 2 + row), 64 * c, locality=2)
                 columns = [form.operands(e, at + 64 * c, ldv) for c in range(width)]
                 for i in range(len(columns[0])):
                     for r in range(rows):
@@ -236,7 +236,6 @@ def _config() -> np.ndarray:
 
 
 TILE_SHAPES = _config()
-HAS_AMX = ISA.amx
 if ISA.amx:
     scores_amx = emitted(types.void, [types.int64] * 5, _scores_amx)
     mix_amx4, mix_amx1 = _mix_amx(4), _mix_amx(1)

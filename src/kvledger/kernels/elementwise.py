@@ -15,7 +15,7 @@ from kvledger.kernels import simd
 from kvledger.kernels.emit import F32, VF32, Emit, Val
 from kvledger.kernels.jit import Kernel, inline
 from kvledger.kernels.matmul import NUM_THREADS, SCRATCH, SCRATCH_BYTES, num_rows
-from kvledger.kernels.packed import MAX_LEVEL, TERM_BITS, Activations, PackedMatrix, group_bytes
+from kvledger.kernels.packed import FLOAT_MODES, MAX_LEVEL, TERM_BITS, Activations, PackedMatrix, group_bytes
 from kvledger.kernels.quantise import (
     FINE,
     GROUP_BYTES,
@@ -310,7 +310,7 @@ def into(out: Activations) -> list[int]:
 
 def levels(mode: str) -> list[int]:
     """How integers of a mode are made: `TERM_BITS`, and the largest."""
-    assert mode in ("int8", FINE, "bf16", "fp32"), f"no product takes {mode} here"
+    assert mode in ("int8", FINE, *FLOAT_MODES), f"no product takes {mode} here"
     return [TERM_BITS[mode], MAX_LEVEL.get(mode, 0)]
 
 

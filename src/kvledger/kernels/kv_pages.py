@@ -32,7 +32,6 @@ from kvledger.kernels.jit import inline
 KINDS = {"bf16": 0, "int8": 1, "fp8_e4m3": 2, "fp32": 3, "int4": 4}
 BF16, INT8, FP8, FP32, INT4 = range(5)
 SEALED_TOKENS = 32  # tokens that int4 quantises together
-_ELEMENT_BYTES = {"bf16": 2, "int8": 1, "fp8_e4m3": 1, "fp32": 4}
 SPREAD = ("int8", "fp8_e4m3")  # types so coarse that channels that stand out are spread over the others
 BF16_MAX = 3.3895314e38
 INT8_MAX = 1e38  # the range of a head must be finite
@@ -40,6 +39,19 @@ ZERO_BITS = 8  # of a word of int8's
 STEP_BITS = 4  # of a latent's word, above the zero: how many powers of two the rope key's step is from the latent's,
 LEAST_STEP, MOST_STEP = -4, 11  # from a sixteenth to 2,048 times
 FP8_MAX = 448.0
+
+
+def bytes_of_kind(kind: int) -> int:
+    """Bytes of a number in a page of any type but int4. Plain enough for Numba."""
+    return 4 if kind == FP32 else 2 if kind == BF16 else 1
+
+
+def values_begin(kind: int, block: int, size: int) -> int:
+    """Bytes from a head's keys of `size` bytes to its values: the keys, and int8's words. Plain enough for Numba."""
+    return block * (size + (4 if kind == INT8 else 0))
+
+
+element_bytes, values_at = inline(bytes_of_kind), inline(values_begin)
 
 
 def query_size(size: int) -> int:
@@ -114,7 +126,8 @@ class AttentionShape:
         """Bytes of one KV head in a page."""
         if self.kind == "int4":
             return self.block_size // SEALED_TOKENS * 40 * self.dim
-        part = self.block_size * (self.dim * _ELEMENT_BYTES[self.kind] + (4 if self.kind == "int8" else 0))
+        kind = KINDS[self.kind]
+        part = values_begin(kind, self.block_size, self.dim * bytes_of_kind(kind))
         return part if self.latent else 2 * part
 
 
@@ -213,25 +226,14 @@ def to_latent_elements(kind, row, target, latent, dim):  # type: ignore[no-untyp
 
 
 @inline
-def ask_for_token(to, within, block, size):  # type: ignore[no-untyped-def]
-    """Ask for the lines that a token at place `within` of a head's page shares with others.
-
-    `size`: bytes of its key, and of its value.
-    """
-    tile = min(block, 16)
-    keys, values = to + within // tile * tile * size, to + block * size + within // 2 * 2 * size
+def ask_for_token(kind, to, within, block, dim):  # type: ignore[no-untyped-def]
+    """Ask for the lines that a token at place `within` of a head's page shares with others."""
+    tile, size = min(block, 16), dim * element_bytes(kind)
+    keys, values = to + within // tile * tile * size, to + values_at(kind, block, size) + within // 2 * 2 * size
     for line in range(0, tile * size, 64):
         simd.prefetch(keys + line)
     for line in range(0, 2 * size, 64):
         simd.prefetch(values + line)
-
-
-@inline
-def element_bytes(kind):  # type: ignore[no-untyped-def]
-    """Bytes of a number in a page."""
-    if kind == FP32:
-        return 4
-    return 2 if kind == BF16 else 1
 
 
 @inline
@@ -278,7 +280,7 @@ def write_keys(kind, elements, stride, count, to, within, block, dim):  # type: 
 @inline
 def write_value_word(word, to, within, block, dim):  # type: ignore[no-untyped-def]
     """As `write_key_word`, of a value."""
-    simd.put_i32(to + (2 * dim + 4) * block + within * 4, np.int32(word))
+    simd.put_i32(to + values_at(INT8, block, dim) + block * dim + within * 4, np.int32(word))
 
 
 @inline
@@ -287,13 +289,13 @@ def write_values(kind, elements, stride, count, to, within, block, dim):  # type
 
     Two tokens share their lines: nobody else may write one's while another's is written.
     """
+    to += values_at(kind, block, dim * element_bytes(kind))
     if kind == FP32:
         for i in range(count):
-            at = to + (block + within + i) * dim * 4
+            at = to + (within + i) * dim * 4
             for d in range(0, dim, 16):
                 simd.store_f32(at + 4 * d, simd.load_f32(elements + i * stride + 4 * d))
         return
-    to += block * (dim + (4 if kind == INT8 else 0))
     end = within + count
     while within < end:
         pair, is_odd = to + within // 2 * dim * 2, within % 2
@@ -311,7 +313,7 @@ def write_values(kind, elements, stride, count, to, within, block, dim):  # type
 @inline
 def write_bf16_values(values, stride, count, to, within, block, dim):  # type: ignore[no-untyped-def]
     """As `write_values`, of bf16, from float32."""
-    to += block * dim * 2
+    to += values_at(BF16, block, dim * 2)
     end = within + count
     while within < end:
         pair, is_odd = to + within // 2 * dim * 4, within % 2
@@ -419,7 +421,7 @@ def stage_values(kind, base, within, block, dim, half, out, scales):  # type: ig
         for i in range(0, count, 16):
             simd.store_f32(out + (to + i) * 4, simd.load_f32(base + (block * dim + start + i) * 4))
         return
-    source = base + block * dim * (2 if kind == BF16 else 1) + (block * 4 if kind == INT8 else 0)
+    source = base + values_at(kind, block, dim * element_bytes(kind))
     if kind == INT8:
         words = source + block * dim + within // tile * tile * 4
         copy_scales(words, tile, ZERO_BITS, scales)

@@ -246,7 +246,7 @@ def _rope_write(op: int, ctx: int, thread: int) -> None:
             page, within = pool + number * block_bytes, position % block
             if count == 1:
                 for h in range(heads):
-                    ask_for_token(page + h * head_bytes, within, block, dim * element_bytes(KIND))
+                    ask_for_token(KIND, page + h * head_bytes, within, block, dim)
             source, own, at = qkv + row * width, q + row * own_bytes, angles + position * rope_dim * 4
             turn_queries(
                 source, width, count, heads, ratio, own, padded * Q_SIZE, max_rows * own_bytes, work, dim, rope_dim, at,

@@ -23,6 +23,7 @@ SCALES_BYTES = 128  # of a group of 16 rows: their scales, then their sums
 # How activations are kept: bits of the low of two 8-bit terms, or below 0: bfloat16 as `matmul_amx` reads it, float32
 # as `matmul_f32` does, 16-bit integers.
 TERM_BITS = {"int8": 0, "int8x2": 7, "bf16": -1, "fp32": -2, "int16": -3}
+FLOAT_MODES = ("bf16", "fp32")  # of activations that are no integers and have no scales
 # Largest integer activation. 15 bits in both forms, so that they give the same numbers.
 MAX_LEVEL = {"int8": 127, "int8x2": 127 * 128 + 63, "int16": 127 * 128 + 63}
 # Place i of a group's 32 inputs in 16-bit forms holds input ORDER[i]: as nibbles and bytes fall out of 16-bit lanes.
@@ -87,9 +88,7 @@ def aligned_zeros(num_bytes: int) -> np.ndarray:
 
 
 def aligned(shape: Sequence[int], dtype: Any = np.float32) -> Any:
-    """As `aligned_zeros`, of a shape. A vector that lies on two cache lines is read and written in twice the time, and
-    lines shared by two threads' outputs travel between them.
-    """
+    """As `aligned_zeros`, of a shape: no vector on two cache lines, and no line shared by two tiles of outputs."""
     return aligned_zeros(prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
 
 

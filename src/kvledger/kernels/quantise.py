@@ -15,10 +15,9 @@ from numba.core import types
 
 from kvledger.kernels import simd
 from kvledger.kernels.emit import VF32, VI8, Emit, Val
-from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import inline
 from kvledger.kernels.matmul_amx import store_activations
-from kvledger.kernels.packed import ORDER, SCALES_BYTES, TERM_BITS, bytes_of_terms
+from kvledger.kernels.packed import ORDER, SCALES_BYTES, TERM_BITS, bytes_of_terms, integer_mode
 
 SIXTEEN = 16
 GROUP_BYTES = np.int64(128)  # of a group in float32; of a literal Numba would compile a version of its own
@@ -71,7 +70,7 @@ def _of_one(mode: str) -> Any:
     )
 
 
-FINE = "int8x2" if ISA.vnni else "int16"  # of the forms of 15 bits the one that products take here
+FINE = integer_mode("int8x2", 8)  # of the forms of 15 bits the one that products take here
 _sixteen_int8, _sixteen_fine = _of_sixteen("int8"), _of_sixteen(FINE)
 _one_int8, _one_fine = _of_one("int8"), _of_one(FINE)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvledger.kernels import attention, elementwise, gated, kv_write, matmul, matmul_amx, matmul_f32
 from kvledger.kernels.jit import Kernel
-from kvledger.kernels.packed import integer_mode
+from kvledger.kernels.packed import FLOAT_MODES, integer_mode
 from kvledger.kernels.team import Team
 
 
@@ -24,7 +24,7 @@ def common_kernels(mode: str, size: int = 2, form: str = "in_place") -> list[Ker
             modes = sorted({integer_mode(mode, bits, fine=fine) for fine in (False, True)})
             products += [matmul.KERNELS[bits, False, each] for each in modes]
             products += [gated.KERNELS[bits, False, each] for each in modes if bits == 4]
-    if mode in ("bf16", "fp32"):
+    if mode in FLOAT_MODES:
         products.append(elementwise.GATE_QUANTISE)
     others = [elementwise.EMBED, elementwise.NORM_QUANTISE]
     cached = [kv_write.KERNELS["fp32" if size == 4 else "bf16"], attention.KERNELS[size, form], attention.MERGE]

@@ -98,7 +98,7 @@ class Ops:
 
     def mode_for(self, matrix: pk.PackedMatrix, *, fine: bool = False) -> str:
         """Unpacked weights have no integers to multiply: they need floating point on either side."""
-        if self.mode in ("bf16", "fp32"):
+        if self.mode in pk.FLOAT_MODES:
             return "fp32" if matrix.bits == 32 else self.mode
         return "fp32" if matrix.bits >= 16 else pk.integer_mode(self.mode, matrix.bits, fine=fine or self.fine)
 
@@ -147,7 +147,7 @@ class Ops:
             raise DamagedFile(f"gate and up have {matrix.rows} outputs, and down takes {down.cols} of each")
         x = self._quantised(source, matrix, mode, norm, eps, rows)
         out = self.activations(down.cols, out_mode, second=True)
-        if {mode, out_mode} & {"bf16", "fp32"}:
+        if mode in pk.FLOAT_MODES or out_mode in pk.FLOAT_MODES:
             self._multiplied(self.product(x, matrix, inner, mode, None, add=False), matrix, rows)
             self._counted(ew.gate_quantise(inner.ctypes.data, out, out_mode, activation), rows)
         else:
