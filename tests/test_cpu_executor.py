@@ -130,6 +130,26 @@ def test_only_asked_rows_go_through_the_head():
     ex.close()
 
 
+def test_rows_that_nobody_reads_stop_before_the_last_layers_attention(monkeypatch):
+    ex = executor(decoder())
+    whole, tail, run, ran = ex.model.body, ex.model.tail, ex._team.run, []
+
+    def watched(program, ctx):
+        ran.append((program.ctypes.data, len(program), int(ctx[matmul.ROWS])))
+        run(program, ctx)
+
+    monkeypatch.setattr(ex._team, "run", watched)
+    first, second = sequence(tokens(30)), sequence(tokens(5), first_block=10, seq_id=1)
+    before, after = whole.ctypes.data, whole[tail:].ctypes.data
+    ex.logits(Step((Chunk(first, 0, 20, False), Chunk(second, 0, 4, False))))
+    assert ran == [(before, tail, 24)]
+    ex.logits(Step((Chunk(first, 20, 10, True), Chunk(second, 4, 1, True))))
+    assert ran[1:3] == [(before, tail, 11), (after, len(whole) - tail, 2)]
+    ex.logits(Step((Chunk(first, 29, 1, True), Chunk(second, 4, 1, True))))
+    assert ran[4] == (before, len(whole), 2)
+    ex.close()
+
+
 def test_prompt_logprobs_cover_every_following_prompt_token():
     ex = executor(decoder())
     ids = tokens(150)  # more rows than the head takes at once

@@ -34,10 +34,10 @@ def weights_of(changes, folder):
     return open_weights(write_folder(folder, longer), "Q8_0")
 
 
-def run_in(ex, ids, sizes, others=()):
-    """Logits of all positions; chunks of `sizes` in turn, and `others` beside the first."""
+def run_in(ex, ids, sizes, others=(), asked=0):
+    """Logits of all positions (`asked` None: of the last); chunks of `sizes` in turn, and `others` beside the first."""
     where = {"block": ex.layout.block_size, "groups": len(ex.layout.groups)}
-    seq, rows, at = sequence(ids, prompt_logprobs=0, **where), [], 0
+    seq, rows, at = sequence(ids, prompt_logprobs=asked, **where), [], 0
     beside = [Chunk(sequence(o, 100 + 10 * i, i + 1, **where), 0, len(o), False) for i, o in enumerate(others)]
     while at < len(ids):
         n = min(sizes[len(rows) % len(sizes)], len(ids) - at)
@@ -61,6 +61,8 @@ def test_chunks_batch_and_threads_change_nothing(case, tmp_path):
     assert np.array_equal(run_in(ex, ids, [LENGTH], others), whole)
     assert np.array_equal(run_in(ex, ids, [33, 400], others), whole)
     assert np.array_equal(run_in(ex, ids[:70], [1]), whole[:70])
+    for sizes in ([LENGTH], [LENGTH - 20, 20], [LENGTH - 1, 1]):  # the last layer of one row, not of all
+        assert np.array_equal(run_in(ex, ids, sizes, others, asked=None), whole[-1:]), sizes
     ex.close()
     ex = executor(weights, **how, threads=1)
     assert np.array_equal(run_in(ex, ids, [100]), whole)

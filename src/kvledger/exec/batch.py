@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,13 @@ def cut(chunks: Items[Any], max_rows: int) -> list[list[Segment]]:
             batches[-1].append(Segment(chunk.seq, start, take, logits))
             start, room = start + take, room - take
     return batches
+
+
+def read(segments: Items[Segment]) -> list[Segment]:
+    """The rows of `segments` that go through the output head, as segments."""
+    return [
+        replace(s, start=s.start + s.num_rows - s.num_logits, num_rows=s.num_logits) for s in segments if s.num_logits
+    ]
 
 
 @dataclass(frozen=True, slots=True)

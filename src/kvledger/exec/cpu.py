@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvledger.exec.batch import Batch, cut, make_batch
+from kvledger.exec.batch import Batch, Segment, cut, make_batch, read
 from kvledger.exec.block_store import BlockStore
 from kvledger.exec.sampler import sample_rows, score
 from kvledger.kernels import attention as att
@@ -140,22 +141,42 @@ class CpuExecutor:
         rows = [(c, i) for c in step.chunks for i in range(c.num_tokens - c.num_logits, c.num_tokens)]
         waiting, done = 0, 0
         for segments in cut(step.chunks, MAX_ROWS):
-            batch = self._forward(segments)
-            for first in range(0, len(batch.logit_rows), HEAD_ROWS):
-                part = batch.logit_rows[first : first + HEAD_ROWS]
-                while len(part):
-                    take = part[: HEAD_ROWS - waiting]
-                    self.model.head_x[waiting : waiting + len(take)] = self.model.x[take]
-                    waiting, part = waiting + len(take), part[len(take) :]
-                    if waiting == HEAD_ROWS:
-                        yield rows[done : done + waiting], self._head(waiting)
-                        waiting, done = 0, done + waiting
+            left = self.model.x[: self._forward(segments)]
+            while len(left):
+                take = left[: HEAD_ROWS - waiting]
+                self.model.head_x[waiting : waiting + len(take)] = take
+                waiting, left = waiting + len(take), left[len(take) :]
+                if waiting == HEAD_ROWS:
+                    yield rows[done : done + waiting], self._head(waiting)
+                    waiting, done = 0, done + waiting
         if waiting:
             yield rows[done:], self._head(waiting)
 
-    def _forward(self, segments: Any) -> Batch:
+    def _forward(self, segments: Items[Segment]) -> int:
+        """The body over `segments`. Returns how many rows are read, which are then the first of the residual stream.
+
+        Of the last layer the others need no more than that their keys and values are written.
+        """
+        body, tail = self.model.body, self.model.tail
+        batch = self._batch(segments)
+        rows, num_read = batch.logit_rows, len(batch.logit_rows)
+        if num_read == batch.num_rows:
+            self._run(body, batch)
+            return num_read
+        self._run(body[:tail], batch)
+        if num_read:
+            for x in (self.model.x, *self.model.q):
+                x[:num_read] = x[rows]
+            self._run(body[tail:], self._batch(read(segments)))
+        return num_read
+
+    def _batch(self, segments: Items[Segment]) -> Batch:
         d = self.model.decoder
-        batch = make_batch(segments, self.layout, d.ratio, d.kv_heads, self._team.num_threads)
+        return make_batch(segments, self.layout, d.ratio, d.kv_heads, self._team.num_threads)
+
+    def _run(self, program: Array, batch: Batch) -> None:
+        """Ops of the body over the rows of `batch`."""
+        d = self.model.decoder
         partial_floats = batch.num_partials * d.kv_heads * SPLIT_ROWS * (d.value_dim + 16)
         if partial_floats > self._partials.size:
             self._partials = aligned((2 * partial_floats,))
@@ -168,8 +189,7 @@ class CpuExecutor:
         ):  # fmt: skip
             ctx[word] = array.ctypes.data
         ctx[att.NUM_UNITS], ctx[att.NUM_MERGES] = len(batch.units), len(batch.merges)
-        self._team.run(self.model.body, ctx)
-        return batch
+        self._team.run(program, ctx)
 
     def _head(self, num_rows: int) -> Array:
         self._ctx[mm.ROWS] = num_rows

@@ -20,7 +20,7 @@ from kvledger.kernels.kv_pages import AttentionShape, query_size
 from kvledger.kernels.packed import PackedMatrix, aligned
 from kvledger.kernels.team import empty_program
 from kvledger.model.experts import Experts, add_experts
-from kvledger.model.latent import Latent, LatentBuffers, add_latent_attention
+from kvledger.model.latent import Latent, LatentBuffers, add_latent_attention, add_latent_write
 from kvledger.model.linear import MAX_ROWS, Array, Ops, Weights
 from kvledger.model.packing import Tensor, halves_from_pairs
 from kvledger.model.rope import Rope
@@ -72,12 +72,17 @@ class Decoder:
 
 @dataclass
 class Model:
-    """A model ready to run: two programs, and all that their addresses point at."""
+    """A model ready to run: two programs, and all that their addresses point at.
+
+    From op `tail` of the body on, with the last layer's attention, nothing is written that other rows read.
+    """
 
     decoder: Decoder
     body: Array  # from tokens to the residual stream
+    tail: int
     head: Array  # from `head_x` to `logits`
     x: Array  # float32[MAX_ROWS, hidden]: the residual stream
+    q: Array  # [KV heads, MAX_ROWS, ·]: queries of the layer that ran last
     head_x: Array
     logits: Array
     scratch_bytes: int
@@ -119,9 +124,13 @@ class _Builder:
         d, ops, w = self.d, self.ops, self.w
         embedding = w.matrix("token_embd.weight")
         ops.add(ew.embed(embedding, self.x.ctypes.data, d.embed_scale))
+        tail = 0
         for layer in range(d.num_layers):
             ops.fine = layer < d.num_layers / FINE_SHARE
-            self._attention(layer)
+            shape = self._shape(layer, self.kind)
+            self._queries_keys_values(layer, shape)
+            tail = len(ops.ops)
+            self._attention(layer, shape)
             self._feed_forward(layer)
         ops.fine = False
         body, ops.ops = ops.ops, []
@@ -132,12 +141,14 @@ class _Builder:
         if d.logit_cap:
             ops.add(ew.soft_cap(logits, d.logit_cap))
         scratch = max(w.scratch, att.scratch_bytes(d.head_dim, d.value_dim, 4 if self.is_wide else 2)) + 4096
-        keep: list[object] = [w.keep, ops.keep, self.angles, self.q]
+        keep: list[object] = [w.keep, ops.keep, self.angles]
         return Model(
             d,
             empty_program(body),
+            tail,
             empty_program(ops.ops),
             self.x,
+            self.q[: MAX_ROWS * d.heads].reshape(d.kv_heads, MAX_ROWS, -1),
             head_x,
             logits,
             -(-scratch // 64) * 64,
@@ -146,17 +157,23 @@ class _Builder:
             keep,
         )
 
-    def _attention(self, layer: int) -> None:
+    def _queries_keys_values(self, layer: int, shape: AttentionShape) -> None:
+        """Queries into `q`, keys and values into the pool."""
         d, p = self.d, f"blk.{layer}."
-        shape = self._shape(layer, self.kind)
         scale = d.head_dim**-0.5 if d.query_scale is None else d.query_scale
         angles = self.angles[d.ropes[layer]]
         if d.latent is not None and self.latents is not None:
-            add_latent_attention(
-                self.ops, self.w, d.latent, self.latents, shape, p, self.x, self.q, self.mixed, angles, scale, d.eps
-            )
+            add_latent_write(self.ops, self.w, d.latent, self.latents, shape, p, self.x, self.q, angles, scale, d.eps)
         else:
-            self._plain_attention(shape, p, angles, scale)
+            self._plain_write(shape, p, angles, scale)
+
+    def _attention(self, layer: int, shape: AttentionShape) -> None:
+        """x += the attention of `q` to the pool."""
+        d, p = self.d, f"blk.{layer}."
+        if d.latent is not None and self.latents is not None:
+            add_latent_attention(self.ops, self.w, d.latent, self.latents, shape, p, self.q, self.mixed)
+        else:
+            self.ops.add(*att.attention(shape, self.q, self.mixed.ctypes.data, MAX_ROWS))
         matrix, back = self._back(f"{p}attn_output")
         self.ops.linear(self.mixed, matrix, **back)
         self._normed_back(f"{p}post_attention_norm.weight")
@@ -170,7 +187,7 @@ class _Builder:
             self._shape(layer, "bf16", is_residual=True) if residual else None, residual,
         )  # fmt: skip
 
-    def _plain_attention(self, shape: AttentionShape, p: str, angles: Array, scale: float) -> None:
+    def _plain_write(self, shape: AttentionShape, p: str, angles: Array, scale: float) -> None:
         d, w = self.d, self.w
         turn, turn_k = (halves_from_pairs(n, d.head_dim) if d.pairs else None for n in (d.heads, d.kv_heads))
         rows = [turn, turn_k, None]
@@ -187,7 +204,6 @@ class _Builder:
         self.ops.add(kv_write.rope_write(written, source, self.q, angles, scale, MAX_ROWS, norms[0], norms[1], d.eps))
         if shape.newest:
             self.ops.add(seal(shape))
-        self.ops.add(*att.attention(shape, self.q, self.mixed.ctypes.data, MAX_ROWS))
 
     def _feed_forward(self, layer: int) -> None:
         d, w, p = self.d, self.w, f"blk.{layer}."

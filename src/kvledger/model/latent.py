@@ -47,9 +47,9 @@ class LatentBuffers:
         )  # fmt: skip
 
 
-def add_latent_attention(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, shape: AttentionShape, p: str, x: Array,
-                         q: Array, mixed: Array, angles: Array, scale: float, eps: float) -> None:  # fmt: skip
-    """mixed[rows, heads · value] = the layer's attention to RMSNorm(x). `p`: names' beginning."""
+def add_latent_write(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, shape: AttentionShape, p: str, x: Array,
+                     q: Array, angles: Array, scale: float, eps: float) -> None:  # fmt: skip
+    """q = the layer's queries of RMSNorm(x), absorbed; latent and rope key go to the pool. `p`: names' beginning."""
     norm = w.vector(f"{p}attn_norm.weight")
     order = np.concatenate([np.arange(m.dim), m.dim + halves_from_pairs(1, m.rope)])
     ops.linear(x, w.matrix(f"{p}attn_kv_a_mqa.weight", rows=[order]), b.kv, norm=norm, eps=eps, fine=True)
@@ -60,6 +60,11 @@ def add_latent_attention(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, shap
         ops.linear(b.queries[:, head * width : head * width + m.nope], key, into, fine=True)
     c_norm = w.vector(f"{p}attn_kv_a_norm.weight")
     ops.add(latent_write(shape, b.kv, b.queries, b.absorbed, q, angles, scale, c_norm, eps))
+
+
+def add_latent_attention(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, shape: AttentionShape, p: str, q: Array,
+                         mixed: Array) -> None:  # fmt: skip
+    """mixed[rows, heads · value] = the attention of `q` to the pool, unfolded."""
     ops.add(*att.attention(shape, q, b.gathered.ctypes.data, MAX_ROWS))
     for head, value in enumerate(_per_head(w, f"{p}attn_v_b.weight", shape.heads)):
         into = mixed[:, head * m.value : (head + 1) * m.value]
