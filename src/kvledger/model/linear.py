@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvledger.kernels import matmul_f32 as f32
 from kvledger.kernels import packed as pk
 from kvledger.kernels.gated import gated, scratch_bytes
 from kvledger.kernels.isa import ISA
+from kvledger.kernels.large_pages import LargePages
 from kvledger.kernels.team import MEMORY
 from kvledger.model.packing import Tensor, dense, pack_matrices
 
@@ -29,6 +31,7 @@ class Weights:
     def __init__(self, tensors: Mapping[str, Tensor], progress: Callable[[float], None], exact: bool = False) -> None:
         self._tensors, self._progress, self.exact = tensors, progress, exact
         self.keep: list[object] = []
+        self._memory = LargePages()
         self.bytes = 0
         self.scratch = scratch_bytes(MAX_ROWS)
         self._read: set[str] = set()
@@ -54,7 +57,8 @@ class Weights:
         return self.packed(pack_matrices([self.find(n) for n in names], rows, exact=self.exact))
 
     def packed(self, matrix: pk.PackedMatrix) -> pk.PackedMatrix:
-        """Keep a matrix alive and count it."""
+        """Keep a matrix alive, in large pages, and count it."""
+        matrix = replace(matrix, data=self._memory.move(matrix.data))
         self.keep.append(matrix)
         self.bytes += matrix.data.nbytes
         self.scratch = max(self.scratch, amx.scratch_bytes(matrix))
