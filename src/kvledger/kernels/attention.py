@@ -25,7 +25,7 @@ from kvledger.kernels.attention_loops import (
     SPLIT_ROWS,
     TILE_SHAPES,
 )
-from kvledger.kernels.elementwise import POOL, TABLE_STRIDE, TABLES, tanh
+from kvledger.kernels.elementwise import POOL, TABLE_STRIDE, TABLES
 from kvledger.kernels.hadamard import transform
 from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel, inline
@@ -42,53 +42,16 @@ from kvledger.kernels.kv_pages import (
 )
 from kvledger.kernels.matmul import NUM_THREADS, SCRATCH, SCRATCH_BYTES
 from kvledger.kernels.simd import float_bits
+from kvledger.kernels.softmax import NO_SCORE, softmax
 from kvledger.kernels.team import next_item
 
 MAX_ROWS = 64  # query rows per unit of work
-NO_SCORE = -1e30  # running maximum before any key
-MASKED = -3e38  # score of a key that a row may not see: e^(MASKED − anything) is 0
 
 # ctx words of attention
 SEGMENTS, UNITS, NUM_UNITS, PARTIALS, MERGES, NUM_MERGES = 10, 11, 12, 13, 14, 15
 SEGMENT_WORDS = 4  # first row, rows, position of the first row, –
 UNIT_WORDS = 6  # segment, first query row within it, query rows, first span, spans, index of the first partial or −1
 MERGE_WORDS = 5  # segment, first query row, query rows, index of the first partial, spans
-
-
-@inline
-def softmax_row(scores, p, first, tiles, low, high, cap, scales, size):  # type: ignore[no-untyped-def]
-    """Weights of one row over tiles [first, tiles): keys [low, high) of the span count. Returns (max, sum).
-
-    Scores become e^(score − max), stored in `size` bytes; the sum is taken before rounding. `scales` (0: none):
-    float32[SPAN] of the keys, then of the values, which multiply scores and weights.
-    """
-    masked = simd.splat(np.float32(MASKED))
-    top = masked
-    for t in range(first, tiles):
-        s = simd.load_f32(scores + t * 64)
-        if scales != 0:
-            s = simd.mul(s, simd.load_f32(scales + t * 64))
-        if cap > np.float32(0):
-            limit = simd.splat(cap)
-            s = simd.mul(tanh(simd.div(s, limit)), limit)
-        if t * 16 + 16 > high:
-            s = simd.below(s, np.int32(high - t * 16), masked)
-        if t * 16 < low:
-            s = simd.below(masked, np.int32(low - t * 16), s)
-        simd.store_f32(scores + t * 64, s)
-        top = simd.maximum(top, s)
-    best = max(simd.reduce_max(top), np.float32(NO_SCORE))
-    base, total = simd.splat(best), simd.splat(np.float32(0))
-    for t in range(first, tiles):
-        weight = simd.exp(simd.sub(simd.load_f32(scores + t * 64), base))
-        total = simd.add(total, weight)
-        if scales != 0:
-            weight = simd.mul(weight, simd.load_f32(scales + SPAN * 4 + t * 64))
-        if size == 4:
-            simd.store_f32(p + t * 64, weight)
-        else:
-            simd.store_bf16(p + t * 32, weight)
-    return best, simd.reduce_add(total)
 
 
 @inline
@@ -295,7 +258,8 @@ def _attention(op: int, ctx: int, thread: int) -> None:
     p = scores + MAX_ROWS * SPAN * 4
     keys = p + MAX_ROWS * SPAN * Q_SIZE
     values = keys + NAMES_BYTES
-    state = values + NAMES_BYTES  # (max, sum) per row
+    sums = values + NAMES_BYTES  # (max, sum) per row, of a span
+    state = sums + MAX_ROWS * 8  # of all spans so far
     total = state + MAX_ROWS * 8
     part = total + MAX_ROWS * vdim * 4
     staged = part + MAX_ROWS * vdim * 4
@@ -334,17 +298,11 @@ def _attention(op: int, ctx: int, thread: int) -> None:
                 else:
                     repeat_last(first, tiles, keys, values)
                 scores_of(qr, ldq, rows, keys, values, first, tiles, dim, scores)
-            for r in range(rows):
-                seen = position + (row0 + r) // ratio + 1
-                low = max(0, seen - window - start) if window > 0 else 0
-                at = scores + r * SPAN * 4
-                best, weight = softmax_row(
-                    at, p + r * SPAN * Q_SIZE, first, tiles, low, seen - start, cap, scales, Q_SIZE)  # fmt: skip
-                simd.put_f32(at, best)  # the row's scores have served
-                simd.put_f32(at + 4, weight)
+            sees = position - start, row0, ratio, window
+            softmax(scores, p, rows, first, tiles, sees, cap, scales, sums, Q_SIZE)
             mixes_of(p + first * 16 * Q_SIZE, values + first * 8, tiles - first, vdim, rows, part)
             for r in range(rows):
-                best, weight = simd.get_f32(scores + r * SPAN * 4), simd.get_f32(scores + r * SPAN * 4 + 4)
+                best, weight = simd.get_f32(sums + r * 8), simd.get_f32(sums + r * 8 + 4)
                 if partial < 0:
                     merge_row(state + r * 8, total + r * vdim * 4, best, weight, part + r * vdim * 4, vdim)
                 else:
@@ -404,7 +362,7 @@ MERGE = Kernel("attention_merge", _merge)
 
 def scratch_bytes(dim: int, value_dim: int, size: int = 2) -> int:
     """Per thread: scores, weights, addresses, two outputs of a unit, and a span brought into form with its scales."""
-    unit = MAX_ROWS * (SPAN * (4 + query_size(size)) + 8 + value_dim * 8)
+    unit = MAX_ROWS * (SPAN * (4 + query_size(size)) + 16 + value_dim * 8)
     return unit + 2 * NAMES_BYTES + 64 + SPAN * ((dim + value_dim) * size + 8)
 
 
