@@ -1,10 +1,12 @@
 """The CPU executor on tiny random models: pool, copies, tiers, logits, prompt logprobs, refusals; where kernels lie."""
 
+import ctypes
 import os
-import shutil
+import resource
 import subprocess
 import sys
 
+import numba
 import numpy as np
 import pytest
 
@@ -239,23 +241,6 @@ def test_every_mode_of_the_configuration_is_computed():
     assert set(MODES) == {"auto", "int8", "int8x2", "fp32"}
 
 
-@pytest.mark.parametrize("what", ["not a folder", "not writable", "full"])
-def test_where_compiled_kernels_cannot_be_kept_that_is_said_with_folder_and_reason(tmp_path, monkeypatch, caplog, what):
-    base, usage = tmp_path / "base", shutil.disk_usage(tmp_path)
-    if what == "not a folder":
-        base.write_text("a file")
-    elif what == "not writable":
-        monkeypatch.setattr(jit.os, "access", lambda path, mode: False)
-    else:
-        monkeypatch.setattr(jit.shutil, "disk_usage", lambda path: usage._replace(free=3 << 20))
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(base))
-    with caplog.at_level("WARNING", "kvledger"):
-        assert jit.cache_folder.__wrapped__() is None
-    why = {"not a folder": "Not a directory", "full": "3.00 MiB of disk are free, 16.00 MiB are needed"}.get(what, what)
-    assert f"kernels are compiled at every start: {base}" in caplog.text
-    assert why in caplog.text
-
-
 def test_two_kinds_of_cpu_do_not_share_a_folder(tmp_path, monkeypatch):
     """Numba would name both their files alike, and of two that start together one may load the other's code."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
@@ -263,7 +248,7 @@ def test_two_kinds_of_cpu_do_not_share_a_folder(tmp_path, monkeypatch):
     assert jit.cache_folder.__wrapped__() == here
     for name, value in (("CPU_NAME", "another"), ("CPU_FEATURES", "+another")):
         with monkeypatch.context() as other:
-            other.setattr(jit.numba_config, name, value)
+            other.setattr(numba.config, name, value)
             assert jit.cache_folder.__wrapped__() != here
 
 
@@ -279,30 +264,79 @@ print(number[0], cached_njit(lambda x: x + 1)(1))
 """
 
 
-def run_one_kernel(cache):
-    """What a process that keeps its code in a folder writes to stderr."""
-    env, script = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}, cache.parent / "one_kernel.py"
+def run_one_kernel(cache, prepare=None):
+    """What a process that keeps its code in a folder writes to stderr, and how many functions it loads and saves."""
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "NUMBA_DEBUG_CACHE": "1"}
+    script = cache.parent / "one_kernel.py"
     script.write_text(ONE_KERNEL)
-    os.utime(script, (1, 1))  # an older file's code is stale
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
-    assert done.stdout == "7.0 2\n", done.stderr
-    return done.stderr
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, preexec_fn=prepare)
+    *cached, answer = done.stdout.splitlines() or [""]
+    assert answer == "7.0 2", done.stderr
+    return done.stderr, *(sum(f"data {what} " in line for line in cached) for what in ("loaded", "saved"))
 
 
-def test_kernels_work_where_they_cannot_be_kept_and_it_is_said_once(tmp_path):
-    (tmp_path / "file").touch()
-    told = run_one_kernel(tmp_path / "file")
-    assert told.count("kernels are compiled at every start") == len(told.splitlines()) == 1
+def cannot_write():
+    """Root ignores permissions; without this capability it does not."""
+    if os.geteuid() == 0:
+        drop_from_bounding_set, dac_override = 24, 1  # linux/prctl.h, linux/capability.h
+        assert ctypes.CDLL(None).prctl(drop_from_bounding_set, dac_override, 0, 0, 0) == 0
 
 
+def no_room():
+    """Files may be made and nothing written to them, as where a disk is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def set_writable(folder, is_writable):
+    for path in (folder, *folder.rglob("*")):
+        path.chmod((0o755 if path.is_dir() else 0o644) & (0o777 if is_writable else 0o555))
+
+
+@pytest.mark.parametrize(
+    ("why", "prepare"),
+    [("Not a directory", None), ("Permission denied", cannot_write), ("File too large", no_room)],
+)
+def test_kernels_work_where_they_cannot_be_kept_and_it_is_said_once(tmp_path, why, prepare):
+    cache = tmp_path / "cache"
+    if prepare is None:
+        cache.touch()
+    else:
+        cache.mkdir(mode=0o555 if prepare is cannot_write else 0o755)
+    told, loaded, saved = run_one_kernel(cache, prepare)
+    assert told.count(f"what is not in {cache}") == told.count(f"({why})") == len(told.splitlines()) == 1
+    assert loaded == saved == 0
+
+
+def test_a_folder_that_cannot_be_written_is_read_and_only_what_is_missing_compiled(tmp_path):
+    cache = tmp_path / "cache"
+    told, loaded, saved = run_one_kernel(cache)
+    assert (told, loaded) == ("", 0)
+    assert saved > 2
+    set_writable(cache, False)
+    assert run_one_kernel(cache, cannot_write) == ("", saved, 0)
+    set_writable(cache, True)
+    missing = next(cache.rglob("*.put-*.nbi"))
+    missing.unlink()
+    set_writable(cache, False)
+    told, loaded, saved_now = run_one_kernel(cache, cannot_write)
+    assert (loaded, saved_now) == (saved - 1, 0)
+    assert told.count("is compiled at every start") == len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
 @pytest.mark.parametrize("kind", ["nbi", "nbc"])  # Numba's indices, and code
 @pytest.mark.parametrize("left", [0, 40])
-def test_damaged_files_of_compiled_kernels_are_replaced(tmp_path, kind, left):
+def test_damaged_files_of_compiled_kernels_are_replaced(tmp_path, kind, left, is_writable):
     cache = tmp_path / "cache"
-    assert run_one_kernel(cache) == ""
+    assert run_one_kernel(cache)[0] == ""
     files = sorted(cache.rglob(f"*.{kind}"))
     for file in files:
         os.truncate(file, left)
-    told = run_one_kernel(cache)
-    assert told.count("is compiled anew: its code in") == len(told.splitlines()) == len(files) > 2
-    assert run_one_kernel(cache) == ""
+    set_writable(cache, is_writable)
+    told, loaded, saved = run_one_kernel(cache, None if is_writable else cannot_write)
+    assert loaded == 0
+    assert told.count("is compiled anew: its code in") == len(files) > 2
+    assert told.count("is compiled at every start") == len(told.splitlines()) - len(files) == (not is_writable)
+    if is_writable:
+        assert saved == len(files)
+        assert run_one_kernel(cache) == ("", saved, 0)

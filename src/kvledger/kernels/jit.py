@@ -8,13 +8,10 @@ several files, so the cache folder is named by a hash of all of them and of what
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import FunctionType
@@ -24,23 +21,20 @@ import llvmlite
 import numba
 from numba import njit
 from numba.core import types
-from numba.core.caching import FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.ccallback import CFunc
 
 from kvledger.data.host import cache_dir
 from kvledger.kernels.isa import ISA, target
-from kvledger.units import format_bytes
 
 _LOG = logging.getLogger("kvledger")
-numba_config: Any = numba.config
 SIGNATURE = types.void(types.int64, types.int64, types.int64)
-_ROOM_BYTES = 16 << 20  # what is compiled for one model takes about 5 MB
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
 
 
 @cache
-def cache_folder() -> Path | None:
-    """Where compiled code is kept: under $NUMBA_CACHE_DIR or the user's cache folder. None: nowhere, which is said.
+def cache_folder() -> Path:
+    """Where compiled code is kept: under $NUMBA_CACHE_DIR or the user's cache folder. It need not exist.
 
     Each kind of CPU has its own: two that share a folder of files and start together may get each other's code, which
     Numba's index forbids but its names of files do not.
@@ -49,58 +43,82 @@ def cache_folder() -> Path | None:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     base = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_dir() / "compiled")
-    folder = base / digest.hexdigest()[:16]
-    try:
-        _check_usable(folder)
-    except OSError as error:  # a read-only home or a full disk
-        hint = "$NUMBA_CACHE_DIR may name another folder"
-        _LOG.warning("kernels are compiled at every start: %s cannot keep them (%s); %s", folder, error.strerror, hint)
-        return None
-    return folder
+    return base / digest.hexdigest()[:16]
 
 
-def _check_usable(folder: Path) -> None:
-    """Makes the folder. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(errno.EACCES, "it is not writable")
-    if (free := shutil.disk_usage(folder).free) < _ROOM_BYTES:
-        raise OSError(errno.ENOSPC, f"{format_bytes(free)} of disk are free, {format_bytes(_ROOM_BYTES)} are needed")
+@cache
+def _tell_unkept(folder: Path, why: str) -> None:
+    """Said once per process, and only when something had to be compiled: a warm folder is of use without writing."""
+    hint = "$NUMBA_CACHE_DIR may name another folder"
+    _LOG.warning("what is not in %s is compiled at every start: it cannot be kept there (%s); %s", folder, why, hint)
 
 
-@contextmanager
-def _cache_here() -> Iterator[bool]:
-    """Numba reads its cache folder when a function is decorated; others' functions are left alone.
+class _Place:
+    """Numba's locator of a function's files: our folder, also where it is read-only, which Numba's own pass over."""
 
-    Gives whether there is a folder.
-    """
-    before, folder = numba_config.CACHE_DIR, cache_folder()
-    numba_config.CACHE_DIR = str(folder or "")
-    try:
-        yield folder is not None
-    finally:
-        numba_config.CACHE_DIR = before
+    def __init__(self, file: str, line: int) -> None:
+        self._py_file, self._line = file, line
+
+    @classmethod
+    def from_function(cls, function: FunctionType, file: str) -> _Place:
+        return cls(file, function.__code__.co_firstlineno)
+
+    def get_cache_path(self) -> str:
+        """Functions of equal name from two folders lie apart."""
+        parent = Path(self._py_file).resolve().parent
+        return str(cache_folder() / f"{parent.name}_{hashlib.sha256(str(parent).encode()).hexdigest()[:16]}")
+
+    def ensure_cache_path(self) -> None:
+        """Called before something is written. Raises OSError."""
+        Path(self.get_cache_path()).mkdir(parents=True, exist_ok=True)
+
+    def get_source_stamp(self) -> bytes:
+        """What makes a copy stale; raises OSError where a function stands in no file."""
+        return hashlib.sha256(Path(self._py_file).read_bytes()).digest()
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+class _Files(CompileResultCacheImpl):
+    _locator_classes = [_Place]  # noqa: RUF012 (Numba's name)
 
 
 class _Cache(FunctionCache):
-    """Numba's, to which a file that cannot be read is one that is not there: after a crash it may be empty or cut."""
+    """Numba's, but a file that cannot be read is one that is not there, and what cannot be written stays in memory.
+
+    A folder may be read-only, or full, and after a crash its files may be empty or cut.
+    """
+
+    _impl_class = _Files
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What was compiled before, or None."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except OSError:
+            return None
         except Exception as error:  # what is no pickle may raise anything
             name, folder = self._py_func.__name__, self.cache_path
             _LOG.warning("%s is compiled anew: its code in %s is damaged (%r)", name, folder, error)
-            self.flush()  # type: ignore[no-untyped-call]
+            self._write(self.flush)
             return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        self._write(super().save_overload, sig, data)
+
+    def _write(self, change: Callable[..., None], *args: Any) -> None:
+        """Change files; after a failure, which is said, no more of this function's."""
+        try:
+            change(*args)
+        except OSError as error:
+            self.disable()  # type: ignore[no-untyped-call]
+            _tell_unkept(cache_folder(), error.strerror or repr(error))
 
 
 def _keep(compiler: Any, function: Callable[..., Any]) -> Any:
-    """Have what Numba compiles of a function kept in our folder, if there is one."""
-    with _cache_here() as is_kept:
-        if is_kept:
-            compiler._cache = _Cache(function)  # type: ignore[no-untyped-call]
+    """Have what Numba compiles of a function looked for and kept in our folder."""
+    compiler._cache = _Cache(function)  # type: ignore[no-untyped-call]
     return compiler
 
 
