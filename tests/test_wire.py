@@ -6,7 +6,7 @@ import threading
 import httpx
 import pytest
 
-from conftest import Running, at_once, running, until
+from conftest import Running, at_once, running, tiny_pool, until
 from kvledger.server.state import Settings
 
 ASK = [{"role": "user", "content": "say:hello"}]
@@ -427,6 +427,17 @@ def test_ledger_of_a_running_request():
     assert books["blocks"]["used"] == 2
     assert 0 < books["waste"]["share"] < 1
     assert books["block_map"]["cells"].count("u") == 2
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "listed"), [(512, [512]), (1023, [1023]), (1024, [1024]), (5000, [1024, 2048, 4096])]
+)
+def test_the_ledger_lists_no_context_that_would_be_refused(max_model_len: int, listed: list[int]):
+    pool = tiny_pool(num_blocks=1000)
+    with running(pool=pool, max_model_len=max_model_len) as served:
+        found = served.http.get("/ledger").json()["requests_at_context"]
+        assert found == {str(context): 1000 // (-(-context // 16)) for context in listed}
+        assert served.post("/v1/completions", prompt="x" * (max_model_len + 1)).status_code == 400
 
 
 def test_best_of_returns_the_best(served: Running):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvledger.engine import Engine
+from kvledger.plan.pool import PoolPlan
 from kvledger.sched.books import Books
 from kvledger.sched.scheduler import Scheduler
 from kvledger.units import cdiv
@@ -33,13 +34,19 @@ def live_books(model_name: str, weights_bytes: int, engine: Engine) -> dict[str,
         "blocks": _blocks(books, plan.layout.block_size),
         "waste": {"share": books.waste, "bytes": _waste_bytes(books)},
         "requests": {"running": len(scheduler.running), "waiting": len(scheduler.waiting)},
-        "requests_at_context": {str(context): plan.requests_at(context) for context in CONTEXTS},
+        "requests_at_context": {str(c): n for c, n in requests_at_contexts(plan, scheduler.max_model_len).items()},
         "prefix_cache": {"queries": scheduler.prefix.num_queried_tokens, "hits": scheduler.prefix.num_hit_tokens},
         "tiers": tiers(scheduler),
         "plan": {**planned, "budget_bytes": plan.budget_bytes, "reason": plan.reason},
         "built": {**built, "agrees": planned == built},
         "block_map": block_map(scheduler),
     }
+
+
+def requests_at_contexts(pool: PoolPlan, max_model_len: int) -> dict[int, int]:
+    """How many requests fit, by their tokens: no length that would be refused as longer than `max_model_len`."""
+    served = [context for context in CONTEXTS if context <= max_model_len] or [max_model_len]
+    return {context: pool.requests_at(context) for context in served}
 
 
 def _bytes(books: Books, weights_bytes: int, kv_bytes: int) -> dict[str, int]:

@@ -18,7 +18,7 @@ from kvledger.errors import ConfigError
 from kvledger.plan.pool import PoolPlan, weights_in_memory
 from kvledger.plan.roofline import Roofline
 from kvledger.sched.sequence import Request
-from kvledger.server.ledger import CONTEXTS, live_books
+from kvledger.server.ledger import live_books, requests_at_contexts
 from kvledger.server.served import Served, StepCosts
 from kvledger.server.state import Loader, Progress
 from kvledger.spec.config import EngineConfig
@@ -160,9 +160,7 @@ def warm_up(engine: Engine) -> None:
 
 def plan_lines(model: ModelSpec, pool: PoolPlan, max_model_len: int) -> list[tuple[str, str]]:
     """The plan that `serve` prints at its start: label and text."""
-    at = [(c, pool.requests_at(c)) for c in CONTEXTS if c <= max_model_len] or [
-        (max_model_len, pool.requests_at(max_model_len))
-    ]
+    at = requests_at_contexts(pool, max_model_len)
     return [
         (
             "model",
@@ -175,7 +173,7 @@ def plan_lines(model: ModelSpec, pool: PoolPlan, max_model_len: int) -> list[tup
             f"{format_count(pool.num_blocks)} blocks × {format_count(pool.layout.block_bytes)} B "
             f"({pool.layout.block_size} tokens each) = {format_bytes(pool.pool_bytes)}",
         ),
-        ("requests", ", ".join(f"{format_count(n)} of {format_tokens(c)}" for c, n in at)),
+        ("requests", ", ".join(f"{format_count(n)} of {format_tokens(c)}" for c, n in at.items())),
     ]
 
 
