@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvledger.cli.main import COMMANDS, main
+from kvledger.cli.main import COMMANDS, _load, main
 from kvledger.errors import ConfigError
+from tiny_model import write_tiny_model
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -112,6 +113,41 @@ def test_a_users_mistake_is_one_line(args: list[str], said: str, tmp_path, monke
     assert said in errors[0]
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def options_of(command: str) -> set[str]:
+    """`run` or `bench engine` → the options it takes."""
+    name, *rest = command.split()
+    found = _load(name)
+    for word in rest:
+        found = found.commands[word]
+    return {option for parameter in found.params for option in parameter.opts}
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "said"),
+    [
+        ("run", "{tiny} hi --kv-memory 1KiB", "nearest that fits: 1MiB of KV memory"),
+        ("run", "{tiny} hi --kv-memory 900TiB", "MiB of KV memory"),
+        ("run", "{tiny} hello,hello,hello,hello --raw --kv-memory 8KiB", "shorten it or give more KV memory"),
+        ("chat", "{tiny} --kv-memory 1KiB", "nearest that fits"),
+        ("bench engine", "--model {tiny}", "0 B of KV memory hold no block"),
+        ("eval", "{tiny} --tokens 100 --window 64 --retrieval 128", "0 B of KV memory hold no block"),
+        ("plan", "smollm2 --kv-memory 900TiB", "nearest that fits"),
+        ("deploy", "llama-2-7b --device h100-sxm --context 9000", "kvledger plan --allow-long-context"),
+    ],
+)
+def test_an_error_suggests_only_options_that_the_command_has(command, args, said, tmp_path, monkeypatch, capsys):
+    tiny = write_tiny_model(tmp_path / "tiny.gguf")
+    if "--kv-memory" not in args:
+        monkeypatch.setattr("kvledger.build.host_memory", lambda: (1 << 30, 0))
+    with pytest.raises(SystemExit) as left:
+        main([*command.split(), *args.format(tiny=tiny).split()])
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+    assert left.value.code == 1
+    assert said in error
+    for named, option in re.findall(r"(?:kvledger ([a-z]+) )?(--[a-z-]+)", error):
+        assert option in options_of(named or command)
 
 
 def test_port_in_use_is_told_before_anything_is_loaded(tmp_path, monkeypatch):

@@ -165,7 +165,7 @@ def _with_weights(found: Allocation, model: ModelSpec, query: Query) -> Allocati
         raise DoesNotFit(
             f"{format_bytes(found.kv_bytes)} of KV and {format_bytes(weights)} of weights are more than the "
             f"{format_bytes(total)} of {query.device.name}: {format_bytes(missing)} are missing; "
-            f"nearest that fits: --kv-memory {max(0, total - weights) >> 20}MiB",
+            f"nearest that fits: {max(0, total - weights) >> 20}MiB of KV memory",
             missing,
         )
     term = Term("weights", Band.exactly(weights), "computed", f"spec.weights, {query.scheme}")

@@ -1,4 +1,7 @@
-"""From a byte budget to a block pool. The plan prints these numbers and the engine builds exactly this pool."""
+"""From a byte budget to a block pool. The plan prints these numbers and the engine builds exactly this pool.
+
+Errors name no option: whoever asks may be a command that has it, one that has not, or a program.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def plan_pool(layout: KVLayout, budget_bytes: int, reason: str = "given") -> Poo
         need = layout.block_bytes
         raise DoesNotFit(
             f"{format_bytes(budget_bytes)} of KV memory hold no block: one block of {layout.block_size} tokens needs "
-            f"{format_bytes(need)}; give at least --kv-memory {cdiv(need, MIB)}MiB or a smaller --block-size",
+            f"{format_bytes(need)}; nearest that fits: {cdiv(need, MIB)}MiB of KV memory",
             need - budget_bytes,
         )
     return PoolPlan(layout, budget_bytes, num_blocks, reason)
@@ -87,7 +90,7 @@ def check_memory(model: ModelSpec, config: EngineConfig, total_bytes: int) -> No
         raise DoesNotFit(f"{format_bytes(weights)} of weights are more than {has}", missing)
     raise DoesNotFit(
         f"{format_bytes(asked)} for the KV pool and {format_bytes(weights)} of weights are more than {has}; "
-        f"nearest that fits: --kv-memory {(total_bytes - weights) // MIB}MiB",
+        f"nearest that fits: {(total_bytes - weights) // MIB}MiB of KV memory",
         missing,
     )
 
@@ -101,7 +104,7 @@ def local_pool(model: ModelSpec, config: EngineConfig, total_bytes: int, availab
     layout = model.kv_layout(config.cache.kv_dtype, config.cache.tokens_per_block)
     kind_of(layout)
     if config.cache.kv_memory_bytes is not None:
-        plan = plan_pool(layout, config.cache.kv_memory_bytes, "given by --kv-memory")
+        plan = plan_pool(layout, config.cache.kv_memory_bytes, "as given")
     else:
         plan = plan_pool(layout, *auto_budget(total_bytes, available_bytes, weights_in_memory(model)))
     return _capped(plan, config.max_model_len or model.max_context, config.sched)

@@ -177,7 +177,7 @@ def check_context(query: Query) -> tuple[str, ...]:
         )
     raise ConfigError(
         f"context {context:,} is beyond the {limit:,} tokens of {model.name}, which has no rope scaling; "
-        f"use --context {limit} or --allow-long-context to count it all the same"
+        f"nearest: {limit:,}; kvledger plan --allow-long-context counts it all the same"
     )
 
 

@@ -25,7 +25,7 @@ def check_request(request: Request, pool: PoolPlan, max_model_len: int, vocab_si
     if prompt + 1 > held:
         raise ContextTooLong(
             f"the prompt's {prompt} tokens and one more need {pool.layout.blocks_for(prompt + 1)} blocks, the whole "
-            f"pool has {pool.num_blocks} (at most {held} tokens): shorten it or give more --kv-memory", "prompt",
+            f"pool has {pool.num_blocks} (at most {held} tokens): shorten it or give more KV memory", "prompt",
         )  # fmt: skip
     longest = prompt + limit if limit else max_model_len
     return min(longest, max_model_len, held + 1)  # the last token is sampled, never computed
