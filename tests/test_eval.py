@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 class Given:
     """A contender whose rows are written down."""
 
-    kv_bytes_per_token = 1.0
+    kv_bytes_per_token, notes = 1.0, ()
 
     def __init__(self, name, rows, block=3):
         self.name, self.rows, self.block = name, np.asarray(rows, np.float32), block

@@ -1,5 +1,6 @@
 """Packed weights: which types of GGUF come through without loss, what the others cost, and that files of both run."""
 
+import json
 import logging
 import re
 
@@ -10,8 +11,12 @@ from gguf.quants import dequantize
 
 from gguf_bytes import byte_tokenizer, write
 from kvledger import LLM, SamplingParams
+from kvledger.bench.policies import measure_policies
+from kvledger.cli.main import main
 from kvledger.model import packing
 from kvledger.model.packing import _BLOCKS, dense, levels_of, pack_matrices, quantise_8bit, requantised
+from kvledger.plan.workload import find_workload
+from kvledger.simulate.replay import poisson
 from kvledger.weights.ggml_types import GGML_TYPES
 from kvledger.weights.quantised import decoded_types
 from reference_model import Reference
@@ -124,11 +129,15 @@ def test_a_mixed_file_is_its_reference(main, other, most):
     assert errors(run(weights, "llama", "fp32", "fp32", ids), expected)[0] < 1e-4
 
 
-def test_a_mixed_file_answers_and_says_what_it_converts(tmp_path, caplog):
+def write_mixed(path):
     weights = mixed("Q4_K", "Q6_K")
     tensors = {t.name: (t.shape, t.ggml_type, t.data.tobytes()) for t in weights.tensors.values()}
     keys = weights.metadata | {"tokenizer.chat_template": "{{ messages[0].content }}"} | byte_tokenizer(256)
-    path, params = write(tmp_path / "m.gguf", keys, tensors), SamplingParams(temperature=0, max_tokens=4)
+    return write(path, keys, tensors)
+
+
+def test_a_mixed_file_answers_and_says_what_it_converts(tmp_path, caplog):
+    path, params = write_mixed(tmp_path / "m.gguf"), SamplingParams(temperature=0, max_tokens=4)
     told = "matrices are dequantised and kept in 8 bits, no kernel reads their type: 4 of Q6_K"
     with caplog.at_level(logging.WARNING, "kvledger"), LLM(str(path), kv_memory="1MiB", num_threads=1) as llm:
         assert llm.generate("abc", params)[0].outputs[0].token_ids
@@ -138,6 +147,19 @@ def test_a_mixed_file_answers_and_says_what_it_converts(tmp_path, caplog):
     with LLM(str(path), kv_memory="1MiB", num_threads=1, progress=lambda text: None) as llm:
         assert llm.loaded.notes == (told,)
     assert not caplog.text, "whoever listens to progress shows the notes"
+
+
+def test_what_loads_a_file_several_times_says_once_what_it_converts(tmp_path, caplog, capsys):
+    path = write_mixed(tmp_path / "m.gguf")
+    with pytest.raises(SystemExit):
+        main(["eval", str(path), "--tokens", "40", "--kv-dtype", "int8", "--activations", "int8,fp32", "--json"])
+    out, err = capsys.readouterr()
+    told = ["matrices are dequantised and kept in 8 bits", "matrices are dequantised and kept in float32"]
+    assert [err.count(words) for words in told] == [1, 1]
+    assert [note.partition(",")[0] for note in json.loads(out)["notes"]] == told
+    trace = poisson(find_workload("20/8"), 2, 200.0, 12, max_prompt=32, max_output=12, vocab_size=250)
+    measure_policies(str(path), trace, 1 << 20, 64, lambda text: None)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

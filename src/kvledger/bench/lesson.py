@@ -52,6 +52,7 @@ class Lesson:
     local_policies: tuple[PolicyRun, ...] = ()
     prefix_hit: PrefixHit | None = None
     sharing: tuple[Sharing, ...] = ()
+    notes: tuple[str, ...] = ()  # what the user should know of the model that was measured, as `Loaded` has it
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, derived ones included; times of single requests left out."""
@@ -91,8 +92,8 @@ def _chunking(requests: int) -> tuple[ChunkRun, ...]:
     return compare_chunking(setup, skewed_trace(spec, lengths, requests, 4.0, 8192))
 
 
-def measure_lesson(counted: Lesson, model: str, kv_memory: int, say: Callable[[str], None] | None = None) -> Lesson:
-    """The part that runs on this machine, added to what was counted."""
+def measure_lesson(counted: Lesson, model: str, kv_memory: int, say: Callable[[str], None]) -> Lesson:
+    """The part that runs on this machine, added to what was counted. `say` is told of each loading."""
     loaded = load_for(model, [(32, 2100, 80)], say)
     try:
         found = replace(
@@ -101,6 +102,7 @@ def measure_lesson(counted: Lesson, model: str, kv_memory: int, say: Callable[[s
             by_context=decode_by_context(loaded),
             by_batch=decode_by_batch(loaded),
             sharing=(count_sample_sharing(loaded), count_beam_sharing(loaded)),
+            notes=loaded.notes,
         )
         trace = skewed_trace(loaded.model, count=40, context=512)
     finally:
@@ -110,7 +112,7 @@ def measure_lesson(counted: Lesson, model: str, kv_memory: int, say: Callable[[s
         found = replace(found, prefix_hit=measure_prefix_hit(cached))
     finally:
         cached.engine.close()
-    return replace(found, local_policies=measure_policies(model, trace, kv_memory, 512))
+    return replace(found, local_policies=measure_policies(model, trace, kv_memory, 512, say))
 
 
 # ---------------------------------------------------------------------------------------------- rows to print

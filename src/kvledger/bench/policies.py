@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvledger.bench.common import simulated
 from kvledger.bench.engine import run_batch
@@ -17,6 +17,9 @@ from kvledger.plan.workload import Workload, find_workload
 from kvledger.simulate.replay import Arrival, Replay, poisson, replay
 from kvledger.spec.config import CacheConfig, EngineConfig, SchedulerConfig
 from kvledger.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from kvledger.build import Progress
 
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("static + reserved", {"policy": "static"}),
@@ -74,8 +77,9 @@ def compare_policies(setup: Setup, arrivals: Sequence[Arrival]) -> tuple[PolicyR
 
 
 def measure_policies(
-    model: str, arrivals: Sequence[Arrival], kv_memory: int, context: int, **options: Any
-) -> tuple[PolicyRun, ...]:
+    model: str, arrivals: Sequence[Arrival], kv_memory: int, context: int, progress: Progress | None = None,
+    **options: Any,
+) -> tuple[PolicyRun, ...]:  # fmt: skip
     """The same on this machine's kernels: one engine per policy, one after the other."""
     from kvledger.build import build_engine
     from kvledger.llm import engine_config
@@ -83,7 +87,7 @@ def measure_policies(
     given = {"kv_memory": kv_memory, "max_model_len": context, "prefix_caching": False} | options
     results = []
     for name, chosen in POLICIES:
-        loaded = build_engine(model, engine_config(**given, **chosen))
+        loaded = build_engine(model, engine_config(**given, **chosen), progress)
         run_batch(loaded, 2, 16, 2)
         results.append((name, replay(loaded.engine, arrivals)))
         loaded.engine.close()

@@ -83,7 +83,11 @@ def lesson(
     result = count_lesson(requests)
     if measure:
         say("measuring on this machine")
-        result = measure_lesson(result, model, pool_bytes)
+        status = StatusLine()
+        result = measure_lesson(result, model, pool_bytes, status.show)
+        status.clear()
+    for note in result.notes:
+        say(f"note: {note}")
     if as_json:
         emit_json(result.as_json())
     else:

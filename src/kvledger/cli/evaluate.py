@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 import typer
 
-from kvledger.cli.output import StatusLine, columns, emit, emit_json
+from kvledger.cli.output import StatusLine, columns, emit, emit_json, say
 from kvledger.spec.config import Activations
 from kvledger.spec.kv_computed import COMPUTED
 from kvledger.units import parse_count
@@ -49,6 +49,8 @@ def evaluate(
     status = StatusLine()
     found = measure(asked, status.show)
     status.clear()
+    for note in found.notes:
+        say(f"note: {note}")
     if as_json:
         emit_json(asdict(found))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
+from kvledger.build import Progress
 from kvledger.engine import Engine
 from kvledger.evaluate.divergence import Logits
 from kvledger.exec.cpu import MODES, CpuExecutor
@@ -26,6 +27,10 @@ class Contender(Protocol):
     @property
     def kv_bytes_per_token(self) -> float | None: ...
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the model, as `Loaded` has it."""
+
     def logits(self, token_ids: Sequence[int]) -> Iterator[Logits]:
         """Row i predicts the token after `token_ids[i]`; blocks of `ROWS` rows, the last may be shorter."""
 
@@ -36,11 +41,12 @@ class Ours:
     """This engine with a KV type and an arithmetic. Raises what `LLM` raises."""
 
     def __init__(
-        self, name: str, model: str, kv_dtype: str, activations: str, context: int, threads: int | None
-    ) -> None:
+        self, name: str, model: str, kv_dtype: str, activations: str, context: int, threads: int | None,
+        progress: Progress | None = None,
+    ) -> None:  # fmt: skip
         self.llm = LLM(
             model, kv_dtype=kv_dtype, activations=activations, num_threads=threads, max_model_len=context,
-            max_num_seqs=1, max_num_batched_tokens=ROWS, prefix_caching=False,
+            max_num_seqs=1, max_num_batched_tokens=ROWS, prefix_caching=False, progress=progress,
         )  # fmt: skip
         self.name = name
 
@@ -48,6 +54,10 @@ class Ours:
     def kv_bytes_per_token(self) -> float:
         """Scales included; without what a type keeps of the newest tokens in bf16."""
         return self.llm.loaded.pool.layout.bytes_per_token
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.llm.loaded.notes
 
     def logits(self, token_ids: Sequence[int]) -> Iterator[Logits]:
         return logit_rows(self.llm.engine, token_ids)

@@ -41,6 +41,7 @@ class LlamaCpp:
     """The same file in llama.cpp, KV in f16. Raises ConfigError where that Python or llama.cpp cannot do it."""
 
     kv_bytes_per_token = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, python: Path, model: Path, context: int, threads: int, vocab_size: int) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)

@@ -95,6 +95,7 @@ class Quality:
     window: int
     studies: tuple[Study, ...]
     retrieval: tuple[Retrieval, ...]
+    notes: tuple[str, ...]  # what the user should know of the model, each once
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ class _Job:
 
     def ours(self, name: str, kv_dtype: str, activations: str) -> Ours:
         self.progress(f"loading {name}")
-        return Ours(name, str(self.path), kv_dtype, activations, self.max_model_len, self.asked.threads)
+        threads, say = self.asked.threads, self.progress
+        return Ours(name, str(self.path), kv_dtype, activations, self.max_model_len, threads, say)
 
 
 def evaluate(asked: Asked, progress: Progress = lambda text: None) -> Quality:
@@ -126,20 +128,24 @@ def evaluate(asked: Asked, progress: Progress = lambda text: None) -> Quality:
     job = _prepare(asked, progress)
     studies: list[Study] = []
     found: list[list[Retrieval]] = []
+    notes: list[str] = []
     for mode in asked.kv_activations if job.kv_dtypes else ():
         with _kv_contenders(job, mode) as contenders:
             title = f"KV types against bf16 KV, arithmetic {arithmetic_name(mode)}"
             studies.append(Study(title, compare(contenders, job.windows, progress)))
+            notes += [note for contender in contenders for note in contender.notes]
             found += [_retrieve(job, contender) for contender in contenders if mode == asked.kv_activations[0]]
     if asked.activations or asked.peer_python:
         with _arithmetic_contenders(job) as contenders:
             title = "arithmetic against float32 throughout"
             studies.append(Study(title, compare(contenders, job.windows, progress)))
+            notes += [note for contender in contenders for note in contender.notes]
     text = str(asked.text) if asked.text else BUNDLED
     retrieval = tuple(item for items in found for item in items)
     return Quality(
-        job.spec.name, text, sum(map(len, job.windows)), max(map(len, job.windows)), tuple(studies), retrieval
-    )
+        job.spec.name, text, sum(map(len, job.windows)), max(map(len, job.windows)), tuple(studies), retrieval,
+        tuple(dict.fromkeys(notes)),
+    )  # fmt: skip
 
 
 def compare(
