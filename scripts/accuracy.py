@@ -33,7 +33,7 @@ FRAME = """\
 Two kinds of facts are set beside the plan. An **allocator's answers**: vLLM 0.32's own KV cache allocator, asked
 without weights or GPU. **Start-up logs** that people published: what vLLM, SGLang, llama.cpp and TensorRT-LLM printed
 of their memory. `kvledger verify --cases FILE.jsonl` runs either kind and exits 1 where a row is outside its
-tolerance, with or without a known cause.
+tolerance, with or without a known cause, or is no case; such a row is told with its line, and the others are judged.
 """
 FIELDS = """
 ## Fields
@@ -46,8 +46,9 @@ A row is one JSON object a line. Allocator rows: `engine` ("vllm 0.32.0"), `mode
 `kv_size_mib_k`, `kv_size_mib_v`; whatever is missing is not checked.
 
 With `--json`: `summary` (`rows`, `ok`, `explained`, `off`, `skipped`, `budgets`, `budget_error`, `budgets_inside`,
-`contradictory`) and `rows`, each with `id`, `engine`, `engine_version`, `model`, `tp`, `shape`, `outside` and
-`checks` of `figure`, `expected`, `ours`, `difference`, `tolerance`, `band`, `status`, `cause`.
+`contradictory`, `damaged`), `rows`, each with `id`, `engine`, `engine_version`, `model`, `tp`, `shape`, `outside` and
+`checks` of `figure`, `expected`, `ours`, `difference`, `tolerance`, `band`, `status`, `cause`, and `damaged`, each with
+`line` and `why`.
 
 Status `ok`: within tolerance. `explained`: outside, and a named cause makes every figure of the row agree. `off`:
 outside without one. `skipped`: the row has no pair of figures that the rules connect, or no known shape.
@@ -56,8 +57,8 @@ outside without one. `skipped`: the row has no pair of figures that the rules co
 
 def page(folder: Path) -> Iterator[str]:
     """The page, block by block."""
-    exact = run_cases(folder / "vllm_kv_blocks.jsonl")
-    logs = run_cases(folder / "engine_logs.jsonl")
+    exact = every_row(folder / "vllm_kv_blocks.jsonl")
+    logs = every_row(folder / "engine_logs.jsonl")
     yield FRAME
     yield from exact_part(exact)
     yield from capacity_part(logs)
@@ -67,6 +68,13 @@ def page(folder: Path) -> Iterator[str]:
     yield from misses_part(logs)
     yield from sample_part()
     yield FIELDS
+
+
+def every_row(path: Path) -> list[Verdict]:
+    cases = run_cases(path)
+    if cases.damaged:
+        raise SystemExit(f"{path}: rows that are no cases: {cases.damaged}")
+    return list(cases.verdicts.values())
 
 
 def exact_part(verdicts: Sequence[Verdict]) -> Iterator[str]:

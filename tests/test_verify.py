@@ -1,6 +1,7 @@
 """Plan against fact: case files by value, logs of four engines, causes by name, hostile input."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from kvledger.cli.main import main
 from kvledger.data.catalogue import model
 from kvledger.errors import DamagedFile, FetchError
-from kvledger.plan.verify.cases import read_cases, run_cases, summarise
+from kvledger.plan.verify.cases import run_cases, summarise
 from kvledger.plan.verify.checks import check
 from kvledger.plan.verify.devices import device_of
 from kvledger.plan.verify.implied import bytes_per_token, kv_types, models_by_bytes, whole_blocks
@@ -34,9 +35,15 @@ def case(**fields):
 # ---------------------------------------------------------------------------------- case files, when they are here
 
 
+def all_rows(path):
+    cases = run_cases(path)
+    assert not cases.damaged
+    return list(cases.verdicts.values())
+
+
 @needs_cases
 def test_every_row_of_the_allocator_comes_out_exactly():
-    verdicts = run_cases(CASES / "vllm_kv_blocks.jsonl")
+    verdicts = all_rows(CASES / "vllm_kv_blocks.jsonl")
     assert len(verdicts) >= 42
     wrong = [(v.record.model, c) for v in verdicts for c in v.checks if c.status != "ok"]
     assert wrong == []
@@ -44,7 +51,7 @@ def test_every_row_of_the_allocator_comes_out_exactly():
 
 @needs_cases
 def test_logged_tokens_and_concurrency_within_one_percent_where_the_shape_is_sure():
-    verdicts = run_cases(CASES / "engine_logs.jsonl")
+    verdicts = all_rows(CASES / "engine_logs.jsonl")
     checks = [(v.record, c) for v in verdicts for c in v.checks if c.name in ("kv_tokens", "max_concurrency")]
     assert sum(c.status == "ok" for _, c in checks) >= 130
     # no figure is off without a cause
@@ -53,7 +60,7 @@ def test_logged_tokens_and_concurrency_within_one_percent_where_the_shape_is_sur
 
 @needs_cases
 def test_budgets_within_four_percent_and_inside_the_band():
-    total = summarise(run_cases(CASES / "engine_logs.jsonl"))
+    total = summarise(all_rows(CASES / "engine_logs.jsonl"))
     assert total.budgets >= 45
     assert total.budget_error <= 0.04
     assert total.budgets_inside >= 0.9 * total.budgets
@@ -366,15 +373,27 @@ def test_odd_figures_are_no_crash(tmp_path, line):
         ("{", "not JSON"), ("[1]", "not an object"), ('{"engine": "vLLM"}', "not an object with a model"),
         ('{"model": "x", "kv_tokens": "many"}', "not a number"), ('{"model": "x", "tp": -1}', "not a count"),
         ('{"model": "x", "tp": 1e300}', "figures below 10"), ("[" * 100_000, "not JSON"),
+        ('{"model": "' + "x" * 3_000_000 + '"}', "longer than 1,048,576 bytes"),
         ('{"model": "x", "groups": 5}', "groups is 5, not a list"),
         ('{"model": "x", "groups": [["FullAttentionSpec"]]}', "groups is .*, not a list of kind and layers"),
     ],
 )  # fmt: skip
-def test_damaged_case_files_name_their_line(tmp_path, line, words):
-    path = tmp_path / "cases.jsonl"
-    path.write_text(json.dumps(LOGGED[0]) + "\n" + line + "\n")
-    with pytest.raises(DamagedFile, match=f"line 2.*{words}"):
-        list(read_cases(path))
+def test_a_row_that_is_no_case_is_told_with_its_line_and_the_others_are_judged(tmp_path, line, words):
+    path, good = tmp_path / "cases.jsonl", json.dumps(LOGGED[0])
+    path.write_text(f"{good}\n\n{line}\n{good}\n")
+    result = RUNNER.invoke(_app(), ["--cases", str(path)])
+    assert result.exit_code == 1
+    (told,) = result.stderr.splitlines()
+    assert re.match(rf"{path}, line 3: .*{words}", told)
+    assert [row.split()[0] for row in result.stdout.splitlines() if "36,560" in row] == ["1", "4"]
+    assert "2 rows: 6 figures agree" in result.stdout
+    assert "lines that are no case: 1" in result.stdout
+    found = json.loads(RUNNER.invoke(_app(), ["--cases", str(path), "--json"]).stdout)
+    assert (found["summary"]["rows"], found["summary"]["damaged"], len(found["rows"])) == (2, 1, 2)
+    assert [row["line"] for row in found["damaged"]] == [3]
+    path.write_text(f"{line}\n{line}\n")
+    with pytest.raises(DamagedFile, match=rf"line 1: .*{words}.*; 1 more lines, and none is a case"):
+        run_cases(path)
 
 
 # ---------------------------------------------------------------------------------- metrics and the command

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvledger.cli.output import columns, emit, emit_json
+from kvledger.cli.output import columns, emit, emit_json, say
 from kvledger.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def verify(
 ) -> None:
     """Plan against fact: a start-up log, a metrics endpoint or case files.
 
-    Exit 1 where a row of --cases is outside its tolerance, or where a figure of a log is off and no cause was found.
+    Exit 1 where a row of --cases is outside its tolerance or is no case, or where a figure of a log is off and no
+    cause was found.
     """
     if sum(x is not None for x in (log, cases, metrics)) != 1:
         raise ConfigError("give one of: a log file, --cases FILE.jsonl, --metrics URL")
@@ -46,21 +47,26 @@ def verify(
 def _cases(path: Path, as_json: bool, quiet: bool) -> bool:
     from kvledger.plan.verify.cases import run_cases, summarise, verdict_json
 
-    verdicts = run_cases(path)
-    total = summarise(verdicts)
+    cases = run_cases(path)
+    total = summarise(cases.verdicts.values(), len(cases.damaged))
+    for number, why in cases.damaged.items():
+        say(f"{path}, line {number}: {why}")
     if as_json:
-        emit_json({"summary": total.to_json(), "rows": [verdict_json(v) for v in verdicts]})
-        return total.off + total.explained > 0
+        damaged = [{"line": number, "why": why} for number, why in cases.damaged.items()]
+        verdicts = [verdict_json(v) for v in cases.verdicts.values()]
+        emit_json({"summary": total.to_json(), "rows": verdicts, "damaged": damaged})
+        return not total.is_clean
     rows: list[tuple[str, ...]] = [("row", "model", "figure", "expected", "ours", "difference", "", "")]
-    for index, verdict in enumerate(verdicts, start=1):
+    for number, verdict in cases.verdicts.items():
         shown = [c for c in verdict.checks if not quiet or c.status in ("off", "explained")]
-        rows += [_line(verdict, c, verdict.record.label or str(index)) for c in shown]
+        rows += [_line(verdict, c, verdict.record.label or str(number)) for c in shown]
     for line in _table(rows):
         emit(line)
     emit()
     emit(
         f"{total.rows} rows: {total.ok} figures agree, {total.explained} are outside and explained, "
         f"{total.off} are off, {total.skipped} skipped"
+        + (f"; lines that are no case: {total.damaged:,}" if total.damaged else "")
     )
     if total.budgets:
         emit(
@@ -68,7 +74,7 @@ def _cases(path: Path, as_json: bool, quiet: bool) -> bool:
             f"{100 * total.budget_error:.2f} % over {total.budgets} records, {total.budgets_inside} inside the band; "
             f"{total.contradictory} more contradict themselves"
         )
-    return total.off + total.explained > 0
+    return not total.is_clean
 
 
 def _line(verdict: Verdict, check: Check, label: str) -> tuple[str, ...]:
