@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
 from kvledger.text.pieces import byte_alphabet
 from kvledger.weights.ggml_types import GGML_TYPES
@@ -50,6 +50,7 @@ KINDS = {
     "Q4_1": (np.sqrt((16**2 - 1) / 12), 7.5, 0, 2), "Q8_0": (np.sqrt((256**2 - 1) / 12), 0, 0, None),
     "Q4_K": (48 * np.sqrt((16**2 - 1) / 12), 7.5, 0, 2), "Q6_K": (64 * np.sqrt((64**2 - 1) / 12), 0, 208, None),
 }  # fmt: skip
+FILE_TYPES = {"q4_1": LlamaFileType.MOSTLY_Q4_1, "q4_k_m": LlamaFileType.MOSTLY_Q4_K_M}
 K_SCALES = {"Q4_K": (4, b"\xf0" * 8 + bytes(4)), "Q6_K": (192, b"\x40" * 16)}  # all groups' scales are 48, or 64
 
 
@@ -76,8 +77,10 @@ def kind_of(types: str, part: str, layer: int) -> str:
     return "Q6_K" if part == "token_embd" or (part in ("attn_v", "ffn_down") and layer % 2 == 0) else "Q4_K"
 
 
-def write_metadata(writer: GGUFWriter, name: str, shape: Shape) -> None:
+def write_metadata(writer: GGUFWriter, name: str, shape: Shape, types: str) -> None:
     writer.add_name(f"{name}, random weights")
+    writer.add_file_type(FILE_TYPES[types])  # OpenVINO reads no file without it
+    writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_block_count(shape.layers)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
@@ -124,7 +127,7 @@ def rope_factors(shape: Shape) -> np.ndarray:
 def write(name: str, path: Path, types: str = "q4_1") -> None:
     shape, rng = SHAPES[name], np.random.default_rng(0)
     writer = GGUFWriter(path, shape.arch, use_temp_file=True)
-    write_metadata(writer, name, shape)
+    write_metadata(writer, name, shape, types)
     write_tokenizer(writer, shape.vocab)
 
     def quantised(tensor: str, kind: str, rows: int, cols: int) -> None:
@@ -155,6 +158,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=SHAPES)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--types", choices=("q4_1", "q4_k_m"), default="q4_1")
+    parser.add_argument("--types", choices=FILE_TYPES, default="q4_1")
     arguments = parser.parse_args()
     write(arguments.model, arguments.path, arguments.types)

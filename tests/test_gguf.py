@@ -4,13 +4,17 @@ import contextlib
 import json
 import random
 import struct
+import sys
 import time
 import tracemalloc
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
+from kvledger import LLM, SamplingParams
 from kvledger.build import build_engine
 from kvledger.errors import ConfigError, DamagedFile, KvledgerError, UnsupportedModel
 from kvledger.evaluate.quality import Asked, evaluate
@@ -24,6 +28,8 @@ from kvledger.weights.gguf import open_gguf, read_header
 from kvledger.weights.open import open_weights
 from kvledger.weights.safetensors import read_safetensors
 from tiny_model import write_tiny_model
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 def write_small(path, arch="llama", **keys):
@@ -489,3 +495,20 @@ def test_a_flipped_bit_in_a_shape_is_told_with_file_and_tensor(tmp_path):
     for read in (build_engine, resolve_model, lambda path: evaluate(Asked(str(path)))):
         with pytest.raises(DamagedFile, match=said):
             read(str(path))
+
+
+@pytest.mark.parametrize(("types", "file_type"), [("q4_1", 3), ("q4_k_m", 15)])
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_a_file_of_random_weights_answers_and_names_its_type(tmp_path, monkeypatch, arch, types, file_type):
+    """Peers read the kind of quantisation from the header; OpenVINO reads no file without it."""
+    spec = spec_from_file_location("make_random_gguf", SCRIPTS / "make_random_gguf.py")
+    script = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, script)
+    spec.loader.exec_module(script)
+    has = {"qk_norm": arch == "qwen3", "llama3_rope": arch == "llama"}
+    tiny = script.Shape(arch, 2, 256, 512, 4, 2, 64, 300, 128, 1e4, **has)
+    monkeypatch.setitem(script.SHAPES, "tiny", tiny)
+    script.write("tiny", tmp_path / "tiny.gguf", types)
+    with LLM(tmp_path / "tiny.gguf", kv_memory="1MiB", num_threads=1, progress=lambda text: None) as llm:
+        assert llm.loaded.metadata["general.file_type"] == file_type
+        assert llm.generate("a b", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0].text
