@@ -46,3 +46,11 @@ def test_commands_in_code_blocks_are_known():
     known = set(group.list_commands(Context(group)))
     blocks = "".join(b for p in PAGES for b in re.findall(r"```\n(.*?)```", p.read_text(encoding="utf-8"), re.DOTALL))
     assert set(re.findall(r"^(?:.*&& )?kvledger (\w+)", blocks, re.MULTILINE)) - known == set()
+
+
+def test_the_paths_that_need_no_key_are_listed():
+    from kvledger.server.auth import OPEN_PATHS
+
+    row = next(line for line in (ROOT / "docs/serving.md").read_text().splitlines() if line.startswith("| `--api-key`"))
+    listed = row[: row.index("stay open")].rpartition(". ")[2]
+    assert set(re.findall(r"`(/\w*)`", listed)) == OPEN_PATHS
