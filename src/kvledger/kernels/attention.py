@@ -55,45 +55,47 @@ MERGE_WORDS = 5  # segment, first query row, query rows, index of the first part
 
 
 @inline
-def merge_row(state, out, best, total, part, dim):  # type: ignore[no-untyped-def]
-    """Merge a span's (best, total, part[dim]) into a row's running (max, sum) at `state` and out[dim]."""
-    old = simd.get_f32(state)
-    new = max(old, best)
-    keep, take = simd.exp(simd.splat(old - new)), simd.exp(simd.splat(best - new))
-    simd.put_f32(state, new)
-    sums = simd.fma(simd.splat(simd.get_f32(state + 4)), keep, simd.mul(simd.splat(total), take))
-    simd.put_f32(state + 4, simd.reduce_max(sums))
-    for d in range(0, dim, 16):
-        part_v = simd.mul(simd.load_f32(part + 4 * d), take)
-        simd.store_f32(out + 4 * d, simd.fma(simd.load_f32(out + 4 * d), keep, part_v))
+def merge_rows(state, out, sums, parts, rows, dim, apart):  # type: ignore[no-untyped-def]
+    """Merge a span's outputs, float32[rows, dim] at `parts`, into `out`: sixteen rows' factors are found at once.
+
+    `state` and `sums`: largest scores of rows, MAX_ROWS · 4 and `apart` bytes later their sums, of all spans before and
+    of this one. Where `sums` were the factors are kept meanwhile.
+    """
+    for r in range(0, rows * 4, 64):
+        old, best = simd.load_f32(state + r), simd.load_f32(sums + r)
+        new = simd.maximum(old, best)
+        keep, take = simd.exp(simd.sub(old, new)), simd.exp(simd.sub(best, new))
+        total = simd.mul(simd.load_f32(sums + apart + r), take)
+        simd.store_f32(state + r, new)
+        at = state + MAX_ROWS * 4 + r
+        simd.store_f32(at, simd.fma(simd.load_f32(at), keep, total))
+        simd.store_f32(sums + r, keep)
+        simd.store_f32(sums + apart + r, take)
+    for r in range(rows):
+        keep, take = simd.splat(simd.get_f32(sums + 4 * r)), simd.splat(simd.get_f32(sums + apart + 4 * r))
+        for at in range(r * dim * 4, (r + 1) * dim * 4, 64):
+            part = simd.mul(simd.load_f32(parts + at), take)
+            simd.store_f32(out + at, simd.fma(simd.load_f32(out + at), keep, part))
 
 
 @inline
-def clear_row(state, out, dim):  # type: ignore[no-untyped-def]
+def clear_rows(state, out, rows, dim):  # type: ignore[no-untyped-def]
     """No key seen yet."""
-    simd.put_f32(state, np.float32(NO_SCORE))
-    simd.put_f32(state + 4, np.float32(0))
-    for d in range(0, dim, 16):
-        simd.store_f32(out + 4 * d, simd.splat(np.float32(0)))
+    for r in range(0, rows * 4, 64):
+        simd.store_f32(state + r, simd.splat(np.float32(NO_SCORE)))
+        simd.store_f32(state + MAX_ROWS * 4 + r, simd.splat(np.float32(0)))
+    for at in range(0, rows * dim * 4, 64):
+        simd.store_f32(out + at, simd.splat(np.float32(0)))
 
 
 @inline
-def write_row(state, source, out, dim, spread):  # type: ignore[no-untyped-def]
-    """out = source / sum, transformed back where values are kept transformed."""
-    inverse = simd.splat(np.float32(1) / simd.get_f32(state + 4))
+def write_row(total, source, out, dim, spread):  # type: ignore[no-untyped-def]
+    """out = source / the sum at `total`, transformed back where values are kept transformed."""
+    inverse = simd.splat(np.float32(1) / simd.get_f32(total))
     for d in range(0, dim, 16):
         simd.store_f32(out + 4 * d, simd.mul(simd.load_f32(source + 4 * d), inverse))
     if spread > 0:
         transform(out, dim, spread)
-
-
-@inline
-def keep_row(to, best, total, part, dim):  # type: ignore[no-untyped-def]
-    """Keep a span's (best, total, part[dim]) for `_merge`."""
-    simd.put_f32(to, best)
-    simd.put_f32(to + 4, total)
-    for d in range(0, dim, 16):
-        simd.store_f32(to + 64 + d * 4, simd.load_f32(part + d * 4))
 
 
 # ---------------------------------------------------------------------------------------------- the kernels
@@ -179,6 +181,12 @@ def tiles_sealed(kind, size, place, first, tiles, start, newest, block, dim, vdi
 
 
 @inline
+def partial_at(partials, index, dim):  # type: ignore[no-untyped-def]
+    """Where a span's largest scores, sums and outputs of up to SPLIT_ROWS rows are kept for `_merge`."""
+    return partials + index * SPLIT_ROWS * (dim + 16) * 4
+
+
+@inline
 def num_sealed(position, residual):  # type: ignore[no-untyped-def]
     """Keys that the query at `position` reads sealed: `KVStorage.num_quantised(position + 1)`."""
     if residual == 0:
@@ -258,11 +266,11 @@ def _attention(op: int, ctx: int, thread: int) -> None:
     p = scores + MAX_ROWS * SPAN * 4
     keys = p + MAX_ROWS * SPAN * Q_SIZE
     values = keys + NAMES_BYTES
-    sums = values + NAMES_BYTES  # (max, sum) per row, of a span
-    state = sums + MAX_ROWS * 8  # of all spans so far
+    own_sums = values + NAMES_BYTES  # largest scores of rows and their sums, of a span
+    state = own_sums + MAX_ROWS * 8  # of all spans so far
     total = state + MAX_ROWS * 8
-    part = total + MAX_ROWS * vdim * 4
-    staged = part + MAX_ROWS * vdim * 4
+    own_part = total + MAX_ROWS * vdim * 4
+    staged = own_part + MAX_ROWS * vdim * 4
     scales = staged + SPAN * (dim + vdim) * SIZE if kind == INT8 else 0
     shape, work = (block, dim, vdim), (heads, ratio, window, units, segments)
     pages = tables, stride, offset, head_bytes
@@ -283,10 +291,13 @@ def _attention(op: int, ctx: int, thread: int) -> None:
         )  # fmt: skip
         qr = q + (head * max_rows * ratio + first_row * ratio + row0) * ldq
         if partial < 0:
-            for r in range(rows):
-                clear_row(state + r * 8, total + r * vdim * 4, vdim)
+            clear_rows(state, total, rows, vdim)
         for span in range(span0, span0 + num_spans):
             start = span * SPAN
+            sums, part, apart = own_sums, own_part, MAX_ROWS * 4
+            if partial >= 0:  # kept for `_merge`
+                sums = partial_at(partials, (partial + span - span0) * heads + head, vdim)
+                part, apart = sums + SPLIT_ROWS * 8, SPLIT_ROWS * 4
             first, tiles = tiles_seen(start, oldest, newest)
             if first < tiles:
                 tiles_of(kind, SIZE, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged)
@@ -299,20 +310,15 @@ def _attention(op: int, ctx: int, thread: int) -> None:
                     repeat_last(first, tiles, keys, values)
                 scores_of(qr, ldq, rows, keys, values, first, tiles, dim, scores)
             sees = position - start, row0, ratio, window
-            softmax(scores, p, rows, first, tiles, sees, cap, scales, sums, Q_SIZE)
+            softmax(scores, p, rows, first, tiles, sees, cap, scales, sums, apart, Q_SIZE)
             mixes_of(p + first * 16 * Q_SIZE, values + first * 8, tiles - first, vdim, rows, part)
-            for r in range(rows):
-                best, weight = simd.get_f32(sums + r * 8), simd.get_f32(sums + r * 8 + 4)
-                if partial < 0:
-                    merge_row(state + r * 8, total + r * vdim * 4, best, weight, part + r * vdim * 4, vdim)
-                else:
-                    index = ((partial + span - span0) * heads + head) * SPLIT_ROWS + r
-                    keep_row(partials + index * (vdim + 16) * 4, best, weight, part + r * vdim * 4, vdim)
+            if partial < 0:
+                merge_rows(state, total, sums, part, rows, vdim, apart)
         if partial < 0:
             for r in range(rows):
                 row = first_row + (row0 + r) // ratio
                 to = out + ((row * heads + head) * ratio + (row0 + r) % ratio) * vdim * 4
-                write_row(state + r * 8, total + r * vdim * 4, to, vdim, spread)
+                write_row(state + (MAX_ROWS + r) * 4, total + r * vdim * 4, to, vdim, spread)
     if HAS_AMX:
         simd.tile_release(0)
 
@@ -324,6 +330,7 @@ def _merge(op: int, ctx: int, thread: int) -> None:
     segments, merges = simd.get_i64(ctx + 8 * SEGMENTS), simd.get_i64(ctx + 8 * MERGES)
     partials = simd.get_i64(ctx + 8 * PARTIALS)
     state = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
+    total = state + MAX_ROWS * 8
     num_items = simd.get_i64(ctx + 8 * NUM_MERGES) * heads
     while True:
         item = next_item(op)
@@ -333,14 +340,14 @@ def _merge(op: int, ctx: int, thread: int) -> None:
         first_row = simd.get_i64(segments + simd.get_i64(merge) * SEGMENT_WORDS * 8)
         row0, rows = simd.get_i64(merge + 8), simd.get_i64(merge + 16)
         partial, num_spans = simd.get_i64(merge + 24), simd.get_i64(merge + 32)
+        clear_rows(state, total, rows, dim)
+        for span in range(num_spans):
+            sums = partial_at(partials, (partial + span) * heads + head, dim)
+            merge_rows(state, total, sums, sums + SPLIT_ROWS * 8, rows, dim, SPLIT_ROWS * 4)
         for r in range(rows):
-            clear_row(state, state + 64, dim)
-            for span in range(num_spans):
-                at = partials + (((partial + span) * heads + head) * SPLIT_ROWS + r) * (dim + 16) * 4
-                merge_row(state, state + 64, simd.get_f32(at), simd.get_f32(at + 4), at + 64, dim)
             row = first_row + (row0 + r) // ratio
             to = out + ((row * heads + head) * ratio + (row0 + r) % ratio) * dim * 4
-            write_row(state, state + 64, to, dim, spread)
+            write_row(state + (MAX_ROWS + r) * 4, total + r * dim * 4, to, dim, spread)
 
 
 TILES = {"in_place": tiles_in_place, "staged": tiles_staged, "sealed": tiles_sealed}

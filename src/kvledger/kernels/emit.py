@@ -322,9 +322,9 @@ class Emit:
     def exp_all(self, xs: Sequence[Val]) -> list[Val]:
         """`exp` of each of xs, none above 88. Step by step for all: one alone is a chain of operations that wait.
 
-        2^n × 2^f with |f| ≤ ½ (Cephes' expf uses the same reduction); the polynomial is the one of degree 5 that is 1 at
-        0 and errs least, 9.2e-8 (least squares, weighted anew by the error until that is even). Adding 1.5 · 2^23 + 127
-        leaves n + 127 in the last bits, which is what 2^n has in its exponent; where n is −127 it has no bits: 0.
+        2^n × 2^f with |f| ≤ ½ (Cephes' expf uses the same reduction); the polynomial is the one of degree 5 that is 1
+        at 0 and errs least, by 9.2e-8 (least squares, weighted anew by the error until that is even). Adding
+        1.5 · 2^23 + 127 leaves n + 127 in the last bits, 2^n's exponent; where n is −127 that is no bits: 0.
         """
         zs = [self.max(x * 1.4426950408889634, self.const(VF32, -127.0)) for x in xs]
         wholes = [z + 12583039.0 for z in zs]

@@ -1,6 +1,7 @@
 """From a row's scores over a span of keys to weights: what is masked, the largest, e^(score − largest), their sum.
 
-Knows nothing of pages, units and how scores came to be. A row is treated alone, its tiles of 16 keys in ascending order.
+Knows nothing of pages, units and how scores came to be. A row is treated alone, its tiles of 16 keys in
+ascending order.
 """
 
 from __future__ import annotations
@@ -97,15 +98,16 @@ def find_largest(scores, rows, first, tiles, sums):  # type: ignore[no-untyped-d
         top = largest_of_four(simd.splat(np.float32(MASKED)), at + first * 64, fours)
         for t in range(first + 4 * fours, tiles):
             top = simd.maximum(top, simd.load_f32(at + t * 64))
-        simd.put_f32(sums + r * 8, max(simd.reduce_max(top), np.float32(NO_SCORE)))
+        simd.put_f32(sums + r * 4, max(simd.reduce_max(top), np.float32(NO_SCORE)))
 
 
 @inline
-def weigh(scores, p, rows, first, tiles, sums, size):  # type: ignore[no-untyped-def]
+def weigh(scores, p, rows, first, tiles, sums, apart, size):  # type: ignore[no-untyped-def]
     """e^(score − largest) to p, and each row's sum before they are rounded to `size` bytes."""
     fours, left = max(0, tiles - first) // 4, max(0, tiles - first) % 4
     for r in range(rows):
-        at, to, best = scores + r * SPAN * 4 + first * 64, p + (r * SPAN + first * 16) * size, simd.get_f32(sums + r * 8)
+        at, to = scores + (r * SPAN + first * 16) * 4, p + (r * SPAN + first * 16) * size
+        best = simd.get_f32(sums + r * 4)
         total = simd.splat(np.float32(0))
         if size == 4:
             total = weights_f32_of_four(total, at, fours, best, to)
@@ -113,7 +115,7 @@ def weigh(scores, p, rows, first, tiles, sums, size):  # type: ignore[no-untyped
         else:
             total = weights_bf16_of_four(total, at, fours, best, to)
             total = weights_bf16(total, at + fours * 256, left, best, to + fours * 128)
-        simd.put_f32(sums + r * 8 + 4, simd.reduce_add(total))
+        simd.put_f32(sums + apart + r * 4, simd.reduce_add(total))
 
 
 @inline
@@ -129,20 +131,21 @@ def scale_weights(weights, p, rows, first, tiles, scales, size):  # type: ignore
 
 
 @inline
-def softmax(scores, p, rows, first, tiles, sees, cap, scales, sums, size):  # type: ignore[no-untyped-def]
-    """Weights of rows of SPAN numbers over tiles [first, tiles) of a span. (max, sum) of each row to `sums`.
+def softmax(scores, p, rows, first, tiles, sees, cap, scales, sums, apart, size):  # type: ignore[no-untyped-def]
+    """Weights of rows of SPAN numbers over tiles [first, tiles) of a span.
 
-    Scores become e^(score − max), stored in `size` bytes; the sum is taken before rounding. `sees`: position of the
-    first token less the span's, its row 0's place among the token's, rows per token, window (0: all): row r sees the
-    newest `window` keys up to its own. `scales` (0: none): float32[SPAN] of the keys, then of the values, which multiply
-    scores and weights. All rows' largest scores are found before any row is weighed, so that none waits for its own.
+    Scores become e^(score − max), stored in `size` bytes; the sum is taken before rounding. Each row's max goes to
+    `sums`, its sum `apart` bytes further. `sees`: the first token's position less the span's, row 0's place from there,
+    rows per token, window (0: all): a row sees the newest `window` keys up to its own. `scales` (0: none):
+    float32[SPAN] of the keys, then of the values, which multiply scores and weights. All rows' largest scores are found
+    before any row is weighed, so that none waits for its own.
     """
     if scales != 0 or cap > np.float32(0):
         scale_and_cap(scores, rows, first, tiles, cap, scales)
     mask(scores, rows, first, tiles, sees)
     find_largest(scores, rows, first, tiles, sums)
     if scales == 0:
-        weigh(scores, p, rows, first, tiles, sums, size)
+        weigh(scores, p, rows, first, tiles, sums, apart, size)
     else:
-        weigh(scores, scores, rows, first, tiles, sums, 4)
+        weigh(scores, scores, rows, first, tiles, sums, apart, 4)
         scale_weights(scores, p, rows, first, tiles, scales + SPAN * 4, size)
