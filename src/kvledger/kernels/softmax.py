@@ -20,6 +20,7 @@ from kvledger.kernels.simd import emitted, f32x16
 
 NO_SCORE = -1e30  # running maximum before any key
 MASKED = -3e38  # score of a key that a row may not see: e^(MASKED − anything) is 0
+TOGETHER = 4  # rows whose largest scores are found before one is weighed
 
 
 def _largest_of_four(e: Emit, top: Val, scores: Val, fours: Val) -> Val:
@@ -137,15 +138,17 @@ def softmax(scores, p, rows, first, tiles, sees, cap, scales, sums, apart, size)
     Scores become e^(score − max), stored in `size` bytes; the sum is taken before rounding. Each row's max goes to
     `sums`, its sum `apart` bytes further. `sees`: the first token's position less the span's, row 0's place from there,
     rows per token, window (0: all): a row sees the newest `window` keys up to its own. `scales` (0: none):
-    float32[SPAN] of the keys, then of the values, which multiply scores and weights. All rows' largest scores are found
-    before any row is weighed, so that none waits for its own.
+    float32[SPAN] of the keys, then of the values, which multiply scores and weights. Some rows' largest scores are
+    found before they are weighed, so that none waits for its own.
     """
     if scales != 0 or cap > np.float32(0):
         scale_and_cap(scores, rows, first, tiles, cap, scales)
     mask(scores, rows, first, tiles, sees)
-    find_largest(scores, rows, first, tiles, sums)
-    if scales == 0:
-        weigh(scores, p, rows, first, tiles, sums, apart, size)
-    else:
-        weigh(scores, scores, rows, first, tiles, sums, apart, 4)
-        scale_weights(scores, p, rows, first, tiles, scales + SPAN * 4, size)
+    for r in range(0, rows, TOGETHER):
+        some, at, to, of_row = min(TOGETHER, rows - r), scores + r * SPAN * 4, p + r * SPAN * size, sums + r * 4
+        find_largest(at, some, first, tiles, of_row)
+        if scales == 0:
+            weigh(at, to, some, first, tiles, of_row, apart, size)
+        else:
+            weigh(at, at, some, first, tiles, of_row, apart, 4)
+            scale_weights(at, to, some, first, tiles, scales + SPAN * 4, size)
