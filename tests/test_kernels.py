@@ -363,7 +363,7 @@ def expected_attention(qkv, shape, angles):
     if shape.kind in SPREAD:
         q, k, v = (spread(x, shape) for x in (q, k, v))
     stored = ref.STORED[shape.kind]
-    q = q if shape.kind == "fp32" else ref.to_bf16(q)
+    q = ref.to_bf16(q) if kv_pages.query_size(shape.size) == 2 else q
     if shape.latent:
         k = ref.through_latent_int8(k, shape.latent) if shape.kind == "int8" else stored(k)
         v = k[..., : shape.latent]
@@ -402,12 +402,20 @@ def in_chunks(team, sizes, shape, pool, num_blocks, tables, angles, qkv, **how):
     return np.concatenate(outs)
 
 
+# by bytes of the form: the largest error by the largest output, and the mean one. Weights of values have 14 bits, 8 in
+# bf16, or 24; a key in int8 may be rounded otherwise where two moves of a level are worth nearly the same.
+ERRORS = {1: (3e-3, 8e-4), 2: (0.03, 4e-3), 4: (1e-5, 2e-6)}
+
+
 @pytest.mark.parametrize(
     "case",
     [
         {}, {"dim": 80, "kv_heads": 1}, {"dim": 96, "block": 32}, {"dim": 128, "heads": 2}, {"dim": 256, "tokens": 70},
         {"window": 40}, {"window": 256, "tokens": 600}, {"cap": 5.0}, {"block": 64}, {"block": 256}, {"block": 8},
         {"dim": 16, "heads": 4}, {"kind": "int8"}, {"kind": "int8", "block": 8, "dim": 80, "kv_heads": 1},
+        {"kind": "int8", "block": 64, "window": 256, "tokens": 600, "dim": 96, "kv_heads": 1},
+        {"kind": "int8", "dim": 512, "heads": 2, "tokens": 40}, {"kind": "int8", "dim": 528, "heads": 2, "tokens": 40},
+        {"kind": "int8", "cap": 5.0, "heads": 8}, {"kind": "int8", "heads": 2, "dim": 16},
         {"kind": "int4", "block": 32}, {"kind": "int4", "block": 64, "dim": 96, "kv_heads": 3},
         {"kind": "int4", "block": 32, "window": 40, "cap": 5.0}, {"kind": "int4", "block": 256, "window": 200},
         {"kind": "fp8_e4m3", "block": 32}, {"kind": "fp32"}, {"kind": "fp32", "block": 8, "window": 40},
@@ -423,7 +431,7 @@ def test_attention_is_the_reference_however_it_is_cut(team, case):
     shape, angles, qkv = setup[0], setup[4], setup[5]
     whole = in_chunks(team, [64], *setup)
     expected = expected_attention(qkv, shape, angles)
-    largest, mean = (1e-5, 2e-6) if shape.kind == "fp32" else (0.03, 4e-3)  # bf16 weights of the values
+    largest, mean = ERRORS[shape.size]
     assert np.abs(whole - expected).max() <= largest * np.abs(expected).max()
     assert np.linalg.norm(whole - expected) <= mean * np.linalg.norm(expected)
     for sizes in ([5, 1, 17],):
@@ -509,8 +517,8 @@ def test_a_rope_key_of_another_size_does_not_coarsen_an_int8_latent(team, far):
     assert error < 0.5 * without, (error, without)
 
 
-OTHER_SIZE = 6 - kv_write.Q_SIZE  # of a query's number, on other paths
-INT8_WRITES = {kv_write.Q_SIZE: kv_write.KERNELS["int8"], OTHER_SIZE: kv_write.variant("int8", OTHER_SIZE)}
+# by bytes of a query's number; not all are this path's
+INT8_WRITES = {size: kv_write.KERNELS.get(("int8", size)) or kv_write.variant("int8", size) for size in (2, 4)}
 
 
 def stored_int8_keys(page, dim):
@@ -548,7 +556,7 @@ def test_stored_int8_keys_are_the_references(team, q_size, loud):
     weight = np.square(read).sum(axis=(1, 2)) / shape.dim
     left = [np.square(np.einsum("rjd,rd->rj", read, e)).sum(1) + weight * np.square(e).sum(1)
             for e in (k[:, 0] - (levels - zero) * scale, k[:, 0] - expected)]  # fmt: skip
-    assert (left[0] < 1.1 * left[1]).all(), left  # and what is to be lessened ends about as small
+    assert left[0].sum() < 1.05 * left[1].sum(), left  # and what is to be lessened ends about as small
 
 
 def test_int8_keys_are_rounded_for_the_queries_that_read_them(team):

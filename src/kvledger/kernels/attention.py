@@ -1,8 +1,8 @@
 """Attention over paged keys and values, for any mix of prompt and decode rows.
 
 Pages are laid out as `kv_pages.py` says. What is stored in bf16 in blocks of 16 tokens or more is an operand of the
-dot product as it stands; other types and smaller blocks are brought into that form first, a span at a
-time. Query rows of
+dot product as it stands, and so are int8's levels where bytes have dot products (`attention_levels`); other types and
+smaller blocks are brought into such a form first, a span at a time. Query rows of
 one KV head (tokens × heads that share it) are computed together.
 
 Keys are taken in spans of 256 at fixed positions. Each span gives (max, sum, output) from nothing, and spans are merged
@@ -18,6 +18,19 @@ from typing import Any
 import numpy as np
 
 from kvledger.kernels import simd
+from kvledger.kernels.attention_levels import (
+    ask_for_words_of,
+    levels_bytes,
+    mix_to_floats,
+    mixes_of_levels,
+    queries_to_levels,
+    scores_of_levels,
+    scores_to_floats,
+    tiles_of_halves,
+    weights_to_levels,
+    words_at,
+    words_of_tiles,
+)
 from kvledger.kernels.attention_loops import (
     AHEAD,
     LOOPS,
@@ -35,10 +48,12 @@ from kvledger.kernels.kv_pages import (
     KINDS,
     SEALED_TOKENS,
     AttentionShape,
+    block_at,
     query_size,
     stage_keys,
     stage_latent,
     stage_values,
+    values_at,
 )
 from kvledger.kernels.matmul import NUM_THREADS, SCRATCH, SCRATCH_BYTES
 from kvledger.kernels.simd import float_bits
@@ -101,22 +116,20 @@ def write_row(total, source, out, dim, spread):  # type: ignore[no-untyped-def]
 # ---------------------------------------------------------------------------------------------- the kernels
 
 # names bound per variant
-scores_of: Any = None
-mixes_of: Any = None
 tiles_of: Any = None
+queries_of: Any = None
+scores_of: Any = None
+weights_of: Any = None
+mixes_of: Any = None
+mix_of: Any = None
 SIZE = 2  # bytes of a key's or value's number in the form that is computed with
-Q_SIZE = 2  # of a query's number and of a weight
+Q_SIZE = 2  # of a query's number
+P_SIZE = 2  # of a weight
 IN_PLACE = True  # tiles are read where they lie in the pool
 HAS_AMX = False  # scores and mixes are taken by tiles
 
 NAMES_BYTES = 256  # room for the addresses of a span's tiles and of the first of those to be read next
 assert (SPAN // 16 + 2 * AHEAD) * 8 <= NAMES_BYTES
-
-
-@inline
-def block_at(blocks, index):  # type: ignore[no-untyped-def]
-    """A block's number; any for one that a window has passed (−1): its keys are masked."""
-    return np.int64(max(0, simd.get_i32(blocks + index * 4)))
 
 
 @inline
@@ -129,9 +142,16 @@ def tiles_in_place(kind, size, place, first, tiles, start, newest, block, dim, v
     blocks, pool, block_bytes, offset, _, _, _ = place
     for t in range(first, tiles):
         at = start + t * 16
-        base = pool + block_at(blocks, at // block) * block_bytes + offset
-        simd.put_i64(keys + 8 * t, base + at % block * dim * size)
-        simd.put_i64(values + 8 * t, base + block * dim * size + at % block * vdim * size)
+        base, within = pool + block_at(blocks, at // block) * block_bytes + offset, at % block
+        simd.put_i64(keys + 8 * t, base + within * dim * size)
+        simd.put_i64(values + 8 * t, base + values_at(kind, block, dim * size) + within * vdim * size)
+
+
+@inline
+def tiles_of_levels(kind, size, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged):  # type: ignore[no-untyped-def]
+    """As `tiles_in_place`, and their words."""
+    tiles_in_place(kind, size, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged)
+    words_of_tiles(place, first, tiles, start, block, dim, words_at(staged, dim))
 
 
 @inline
@@ -220,7 +240,7 @@ def repeat_last(first, tiles, keys, values):  # type: ignore[no-untyped-def]
 
 
 @inline
-def name_following(size, place, start, oldest, newest, shape, first, tiles, keys, values):  # type: ignore[no-untyped-def]
+def name_following(kind, size, place, start, oldest, newest, shape, first, tiles, keys, values):  # type: ignore[no-untyped-def]
     """Behind the addresses of tiles [first, tiles) those of the span at `start`, which is read next.
 
     `shape`: block size, dim, value dim. Where a span has few tiles, the first to be asked for is AHEAD further.
@@ -230,17 +250,19 @@ def name_following(size, place, start, oldest, newest, shape, first, tiles, keys
     first2, tiles2 = tiles_seen(start, oldest, newest)
     behind = 8 * (max(tiles, first + AHEAD) - first2)
     end = min(tiles2, first2 + AHEAD)
-    tiles_in_place(0, size, place, first2, end, start, newest, block, dim, vdim, keys + behind, values + behind, 0)
+    tiles_in_place(kind, size, place, first2, end, start, newest, block, dim, vdim, keys + behind, values + behind, 0)
+    if kind == INT8:
+        ask_for_words_of(place, first2, end, start, block, dim)
 
 
 @inline
-def name_item(size, item, work, pages, place, shape, first, tiles, keys, values):  # type: ignore[no-untyped-def]
+def name_item(kind, size, item, work, pages, place, shape, first, tiles, keys, values):  # type: ignore[no-untyped-def]
     """As `name_following`, of another item's first span. `pages`: tables, bytes of a table, offset, bytes of a head."""
     head, unit, _, _, _, oldest, newest = unit_of(item, work)
     tables, stride, offset, head_bytes = pages
     there = tables + simd.get_i64(unit) * stride, place[1], place[2], offset + head * head_bytes
     start = simd.get_i64(unit + 24) * SPAN
-    name_following(size, there + place[4:], start, oldest, newest, shape, first, tiles, keys, values)
+    name_following(kind, size, there + place[4:], start, oldest, newest, shape, first, tiles, keys, values)
 
 
 def _attention(op: int, ctx: int, thread: int) -> None:
@@ -271,7 +293,7 @@ def _attention(op: int, ctx: int, thread: int) -> None:
     total = state + MAX_ROWS * 8
     own_part = total + MAX_ROWS * vdim * 4
     staged = own_part + MAX_ROWS * vdim * 4
-    scales = staged + SPAN * (dim + vdim) * SIZE if kind == INT8 else 0
+    scales = words_at(staged, dim) if SIZE == 1 else staged + SPAN * (dim + vdim) * SIZE if kind == INT8 else 0
     shape, work = (block, dim, vdim), (heads, ratio, window, units, segments)
     pages = tables, stride, offset, head_bytes
     num_items, threads = simd.get_i64(ctx + 8 * NUM_UNITS) * heads, simd.get_i64(ctx + 8 * NUM_THREADS)
@@ -290,6 +312,7 @@ def _attention(op: int, ctx: int, thread: int) -> None:
             newest_tables + entry, newest_offset + head * newest_head, num_sealed(position + row0 // ratio, residual),
         )  # fmt: skip
         qr = q + (head * max_rows * ratio + first_row * ratio + row0) * ldq
+        qr, q_bytes = queries_of(qr, ldq, rows, dim, staged)
         if partial < 0:
             clear_rows(state, total, rows, vdim)
         for span in range(span0, span0 + num_spans):
@@ -302,16 +325,17 @@ def _attention(op: int, ctx: int, thread: int) -> None:
             if first < tiles:
                 tiles_of(kind, SIZE, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged)
                 if IN_PLACE and span + 1 < span0 + num_spans:
-                    name_following(SIZE, place, start + SPAN, oldest, newest, shape, first, tiles, keys, values)
+                    name_following(kind, SIZE, place, start + SPAN, oldest, newest, shape, first, tiles, keys, values)
                 elif IN_PLACE:  # what this thread is likely to take next
                     other = min(item + threads, num_items - 1)
-                    name_item(SIZE, other, work, pages, place, shape, first, tiles, keys, values)
+                    name_item(kind, SIZE, other, work, pages, place, shape, first, tiles, keys, values)
                 else:
                     repeat_last(first, tiles, keys, values)
-                scores_of(qr, ldq, rows, keys, values, first, tiles, dim, scores)
+                scores_of(qr, q_bytes, rows, keys, values, first, tiles, dim, scores)
             sees = position - start, row0, ratio, window
-            softmax(scores, p, rows, first, tiles, sees, cap, scales, sums, apart, Q_SIZE)
-            mixes_of(p + first * 16 * Q_SIZE, values + first * 8, tiles - first, vdim, rows, part)
+            weights_of(scores, p, rows, first, tiles, sees, cap, scales, sums, apart, P_SIZE)
+            mixes_of(p + first * 16 * P_SIZE, values + first * 8, tiles - first, vdim, rows, part)
+            mix_of(part, rows, vdim, scales)
             if partial < 0:
                 merge_rows(state, total, sums, part, rows, vdim, apart)
         if partial < 0:
@@ -350,27 +374,52 @@ def _merge(op: int, ctx: int, thread: int) -> None:
             write_row(state + (MAX_ROWS + r) * 4, total + r * dim * 4, to, dim, spread)
 
 
-TILES = {"in_place": tiles_in_place, "staged": tiles_staged, "sealed": tiles_sealed}
+@inline
+def as_they_are(q, ldq, rows, dim, staged):  # type: ignore[no-untyped-def]
+    """Queries and the bytes from one to the next: they are written in the form already."""
+    return q, ldq
+
+
+@inline
+def float_mix(part, rows, dim, scales):  # type: ignore[no-untyped-def]
+    """The rows' part of the output is what it should be."""
+
+
+@inline
+def level_weights(scores, p, rows, first, tiles, sees, cap, words, sums, apart, size):  # type: ignore[no-untyped-def]
+    """As `softmax`, from integers to levels."""
+    scores_to_floats(scores, rows, first, tiles, words)
+    softmax(scores, scores, rows, first, tiles, sees, cap, np.int64(0), sums, apart, 4)
+    weights_to_levels(scores, p, rows, first, tiles, words)
+
+
+TILES = {
+    "in_place": tiles_in_place, "staged": tiles_staged, "sealed": tiles_sealed, "levels": tiles_of_levels,
+    "halves": tiles_of_halves,
+}  # fmt: skip
+IN_LEVELS = {"queries_of": queries_to_levels, "weights_of": level_weights, "mix_of": mix_to_floats}
+IN_FLOATS = {"queries_of": as_they_are, "weights_of": softmax, "mix_of": float_mix}
+FORMS = [(2, "in_place"), (2, "staged"), (2, "sealed"), (4, "in_place"), (4, "staged")]
+FORMS += [(1, "levels"), (1, "halves")] if ISA.vnni else []
 
 
 def _variant(size: int, form: str) -> Kernel:
-    scores, mixes = LOOPS[size]
+    scores, mixes = (scores_of_levels, mixes_of_levels) if size == 1 else LOOPS[size]
     bound = {"scores_of": scores, "mixes_of": mixes, "tiles_of": TILES[form], "SIZE": size}
-    name = f"attention_{form}_{8 * size}"
-    bound |= {"Q_SIZE": query_size(size), "IN_PLACE": form == "in_place", "HAS_AMX": ISA.amx and size == 2}
-    return Kernel(name, _attention, **bound)
+    bound |= IN_LEVELS if size == 1 else IN_FLOATS
+    bound |= {"Q_SIZE": query_size(size), "P_SIZE": 2 if size == 1 else query_size(size)}
+    bound |= {"IN_PLACE": form in ("in_place", "levels"), "HAS_AMX": ISA.amx and size == 2}
+    return Kernel(f"attention_{form}_{8 * size}", _attention, **bound)
 
 
-KERNELS = {
-    key: _variant(*key) for key in ((2, "in_place"), (2, "staged"), (2, "sealed"), (4, "in_place"), (4, "staged"))
-}
+KERNELS = {key: _variant(*key) for key in FORMS}
 MERGE = Kernel("attention_merge", _merge)
 
 
 def scratch_bytes(dim: int, value_dim: int, size: int = 2) -> int:
     """Per thread: scores, weights, addresses, two outputs of a unit, and a span brought into form with its scales."""
     unit = MAX_ROWS * (SPAN * (4 + query_size(size)) + 16 + value_dim * 8)
-    return unit + 2 * NAMES_BYTES + 64 + SPAN * ((dim + value_dim) * size + 8)
+    return unit + 2 * NAMES_BYTES + 64 + (levels_bytes(dim) if size == 1 else SPAN * ((dim + value_dim) * size + 8))
 
 
 def attention(shape: AttentionShape, q: np.ndarray, out: int, max_rows: int) -> list[list[int]]:
@@ -390,5 +439,7 @@ def _form(shape: AttentionShape) -> str:
     """How tiles of 16 keys come to be."""
     if shape.newest is not None:
         return "sealed"
+    if shape.size == 1:
+        return "levels" if shape.block_size >= 16 else "halves"
     as_stored = shape.kind in ("bf16", "fp32") and shape.block_size >= 16 and not shape.latent
     return "in_place" if as_stored else "staged"

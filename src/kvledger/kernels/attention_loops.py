@@ -6,6 +6,7 @@ Every loop treats its rows alike and apart, whether they are one, four, eight or
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,20 +180,20 @@ def _all_mixes(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped-def
 _COUNTS = ("one", "two", "three", "four")
 
 
-def scores_over(form: Form) -> Any:
-    """`_all_scores` with keys of a form."""
-    loops = {name: _scores(form, rows) for rows, name in enumerate(_COUNTS, 1)}
-    loops["many"] = _scores(form, form.many, asks=False)
-    return inline(rebound(_all_scores, f"_all_scores_{form.name}", MANY=form.many, **loops))
+def bound_scores(name: str, many: int, make: Callable[..., Any]) -> Any:
+    """`_all_scores` with loops that `make` gives for a number of rows, `many` the most."""
+    loops = {count: make(rows) for rows, count in enumerate(_COUNTS, 1)} | {"many": make(many, asks=False)}
+    return inline(rebound(_all_scores, f"_all_scores_{name}", MANY=many, **loops))
 
 
-def mixes_over(form: Form) -> Any:
-    """`_all_mixes` with values of a form."""
-    widths = dict(zip(_COUNTS, form.widths, strict=True))
-    loops = {name: _mix(form, rows, widths[name]) for rows, name in enumerate(_COUNTS, 1)}
-    loops |= {"narrow4": _mix(form, 4, 1), "narrow1": _mix(form, 1, 1)}
-    bound = {f"WIDTH{rows}": width for rows, width in enumerate(form.widths, 1)}
-    return inline(rebound(_all_mixes, f"_all_mixes_{form.name}", P_SIZE=form.pair_bytes // 2, **bound, **loops))
+def bound_mixes(name: str, widths: tuple[int, int, int, int], make: Callable[..., Any], p_size: int) -> Any:
+    """`_all_mixes` with loops that `make` gives for rows and columns, `widths` for one to four rows; `p_size`: bytes of
+    a weight.
+    """
+    loops = {count: make(rows, widths[rows - 1]) for rows, count in enumerate(_COUNTS, 1)}
+    loops |= {"narrow4": make(4, 1), "narrow1": make(1, 1)}
+    bound = {f"WIDTH{rows}": width for rows, width in enumerate(widths, 1)}
+    return inline(rebound(_all_mixes, f"_all_mixes_{name}", P_SIZE=p_size, **bound, **loops))
 
 
 # ---------------------------------------------------------------------------------------------- tiles (AMX)
@@ -291,7 +292,9 @@ def mixes_by_tiles(p, values, tiles, dim, rows, out):  # type: ignore[no-untyped
 
 
 def _loops_over(form: Form) -> tuple[Any, Any]:
-    return scores_over(form), mixes_over(form)
+    """Scores and mixes of a form."""
+    scores = bound_scores(form.name, form.many, partial(_scores, form))
+    return scores, bound_mixes(form.name, form.widths, partial(_mix, form), form.pair_bytes // 2)
 
 
 # scores and mixes by bytes of a key's number

@@ -34,6 +34,7 @@ BF16, INT8, FP8, FP32, INT4 = range(5)
 SEALED_TOKENS = 32  # tokens that int4 quantises together
 SPREAD = ("int8", "fp8_e4m3")  # types so coarse that channels that stand out are spread over the others
 BF16_MAX = 3.3895314e38
+MOST_LEVELS = 512  # channels whose products of levels add up within 32 bits
 INT8_MAX = 1e38  # the range of a head must be finite
 ZERO_BITS = 8  # of a word of int8's
 STEP_BITS = 4  # of a latent's word, above the zero: how many powers of two the rope key's step is from the latent's,
@@ -55,8 +56,16 @@ element_bytes, values_at = inline(bytes_of_kind), inline(values_begin)
 
 
 def query_size(size: int) -> int:
-    """Bytes of a query's number beside keys of `size` bytes: float32 where bfloat16 has no dot products."""
-    return size if ISA.bf16 else 4
+    """Bytes of a query's number beside keys of `size` bytes: float32 where bfloat16 has no dot products, and for
+    levels, to become levels itself.
+    """
+    return size if ISA.bf16 and size > 1 else 4
+
+
+@inline
+def block_at(blocks, index):  # type: ignore[no-untyped-def]
+    """A block's number; any for one that a window has passed (−1): its keys are masked."""
+    return np.int64(max(0, simd.get_i32(blocks + index * 4)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +112,9 @@ class AttentionShape:
 
     @property
     def size(self) -> int:
-        """Bytes of a number in the form that is computed with."""
-        return 4 if self.kind == "fp32" else 2
+        """Bytes of a number in the form that is computed with: 1 are int8's levels, where bytes have dot products."""
+        is_levels = self.kind == "int8" and ISA.vnni and not self.latent and self.dim <= MOST_LEVELS
+        return 4 if self.kind == "fp32" else 1 if is_levels else 2
 
     @property
     def spread(self) -> int:

@@ -276,7 +276,12 @@ def variant(kind: str, q_size: int) -> Kernel:
     return Kernel(f"rope_write_{name}", _rope_write, **bound, **parts)
 
 
-KERNELS = {kind: variant(kind, query_size(4 if kind == "fp32" else 2)) for kind in KINDS if kind != "int4"}
+_SIZES = {"fp32": (4,), "int8": (1, 2)}  # of the form that attention computes with, where it is not 2
+KERNELS = {
+    (kind, q_size): variant(kind, q_size)
+    for kind in KINDS if kind != "int4"
+    for q_size in {query_size(size) for size in _SIZES.get(kind, (2,))}
+}  # fmt: skip
 
 
 def rope_write(shape: AttentionShape, qkv: int, q: np.ndarray, angles: np.ndarray, scale: float, max_rows: int,
@@ -291,8 +296,9 @@ def rope_write(shape: AttentionShape, qkv: int, q: np.ndarray, angles: np.ndarra
     angles: float32[positions, rope dim], cosines then sines.
     """
     norms = [0 if n is None else n.ctypes.data for n in (q_norm, k_norm)]
+    kernel = KERNELS[shape.kind, query_size(shape.size)]
     return [
-        KERNELS[shape.kind].address, qkv, q.ctypes.data, shape.offset, shape.stride, shape.group, shape.kv_heads,
+        kernel.address, qkv, q.ctypes.data, shape.offset, shape.stride, shape.group, shape.kv_heads,
         shape.ratio, shape.dim, shape.padded_dim, shape.block_size, angles.shape[1], angles.ctypes.data,
         float_bits(scale), *norms, float_bits(eps), max_rows, shape.head_bytes, shape.spread,
     ]  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvledger.kernels import attention, elementwise, gated, kv_write, matmul, matmul_amx, matmul_f32
 from kvledger.kernels.jit import Kernel
+from kvledger.kernels.kv_pages import query_size
 from kvledger.kernels.packed import FLOAT_MODES, integer_mode
 from kvledger.kernels.team import Team
 
@@ -27,7 +28,11 @@ def common_kernels(mode: str, size: int = 2, form: str = "in_place") -> list[Ker
     if mode in FLOAT_MODES:
         products.append(elementwise.GATE_QUANTISE)
     others = [elementwise.EMBED, elementwise.NORM_QUANTISE]
-    cached = [kv_write.KERNELS["fp32" if size == 4 else "bf16"], attention.KERNELS[size, form], attention.MERGE]
+    cached = [
+        kv_write.KERNELS["fp32" if size == 4 else "bf16", query_size(size)],
+        attention.KERNELS[size, form],
+        attention.MERGE,
+    ]
     return products + others + cached
 
 

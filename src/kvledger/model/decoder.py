@@ -110,8 +110,8 @@ class _Builder:
         }
         self.angles = {rope: rope.angles(num_positions) for rope in set(d.ropes)}
         self.kind = kind_of(layout)
-        self.is_wide = self.kind == "fp32"
-        q_type = np.float32 if query_size(4 if self.is_wide else 2) == 4 else np.uint16
+        self.size = self._shape(0, self.kind).size
+        q_type = np.float32 if query_size(self.size) == 4 else np.uint16
         self.q = aligned((MAX_ROWS * d.heads + 16, -(-d.head_dim // 32) * 32), q_type)
         rows = self.ops.rows
         self.x, self.y = rows(d.hidden), rows(d.hidden)
@@ -140,7 +140,7 @@ class _Builder:
         ops.linear(head_x, matrix, logits, norm=w.vector("output_norm.weight"), eps=d.eps)
         if d.logit_cap:
             ops.add(ew.soft_cap(logits, d.logit_cap))
-        scratch = max(w.scratch, att.scratch_bytes(d.head_dim, d.value_dim, 4 if self.is_wide else 2)) + 4096
+        scratch = max(w.scratch, att.scratch_bytes(d.head_dim, d.value_dim, self.size)) + 4096
         keep: list[object] = [w.keep, ops.keep, self.angles]
         return Model(
             d,
