@@ -120,7 +120,7 @@ def test_a_draw_depends_on_seed_choice_and_position_alone():
     other = np.random.default_rng(2).normal(0, 1, 5000).astype(np.float32)
     one, two = sequence(output=[4, 5]), sequence(prompt=(9,), output=[1], seed=8)
     alone = sample(row, one).token_id
-    samples, failed = sample_rows(np.stack([other, row]), [two, sequence(output=[7, 7])])
+    samples, failed = sample_rows([other, row], [two, sequence(output=[7, 7])])
     assert not failed
     assert samples[1].token_id == alone  # the other row and the other tokens do not matter, their number does
     assert len({uniform(s, c, p) for s in range(20) for c in range(4) for p in range(50)}) == 4000
@@ -171,7 +171,7 @@ def test_what_cannot_be_sampled_fails_alone():
     good, poison = np.zeros(4, np.float32), np.full(4, np.nan, np.float32)
     bad = sequence(temperature=0.0)
     bad.seq_id = 2
-    samples, failed = sample_rows(np.stack([good, poison]), [sequence(), bad])
+    samples, failed = sample_rows([good, poison], [sequence(), bad])
     assert set(samples) == {1}
     assert "NaN" in failed[2]
     with pytest.raises(BadRequest, match="no token may follow"):

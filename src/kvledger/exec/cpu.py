@@ -100,7 +100,7 @@ class CpuExecutor:
             for (chunk, index), row in zip(chunks, logits, strict=True):
                 self._score_prompt(chunk, index, row, scores)
             last = [i for i, (chunk, index) in enumerate(chunks) if chunk.samples and index == chunk.num_tokens - 1]
-            new, bad = sample_rows(logits[last], [chunks[i][0].seq for i in last])
+            new, bad = sample_rows([logits[i] for i in last], [chunks[i][0].seq for i in last])
             samples |= new
             failed |= bad
         return StepResult(samples, time.perf_counter() - start, {k: tuple(v) for k, v in scores.items()}, failed)

@@ -32,8 +32,8 @@ _DEPTHS = (4.0, 12.0, math.inf)  # nats below the best token in which the nucleu
 _REACH = 60.0  # nats: 2^20 tokens that far below the best weigh less than 2^-53 together, the step of `uniform`
 
 
-def sample_rows(logits: NDArray[np.float32], sequences: Items[Sequence]) -> tuple[dict[int, Sample], dict[int, str]]:
-    """Row i of `logits` [rows, vocabulary] belongs to sequence i → samples and failures, both by seq_id."""
+def sample_rows(logits: Items[Row], sequences: Items[Sequence]) -> tuple[dict[int, Sample], dict[int, str]]:
+    """Row i of `logits`, float32[vocabulary] each, belongs to sequence i → samples and failures, both by seq_id."""
     samples: dict[int, Sample] = {}
     failed: dict[int, str] = {}
     for row, seq in zip(logits, sequences, strict=True):
