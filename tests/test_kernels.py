@@ -290,7 +290,7 @@ def attend(team, qkv, shape, starts, angles, pool, num_blocks, tables, split=Fal
     units, merges, partials = [], [], 0
     for i, (_, n, p, _) in enumerate(segments.tolist()):
         spans = -(-(p + n) // loops.SPAN)
-        for row, count in cut_rows(n, p, shape, loops.SPLIT_ROWS if split else att.MAX_ROWS):
+        for row, count in cut_rows(n, p, shape, loops.SPLIT_ROWS if split else loops.MAX_ROWS):
             if split:
                 units += [(i, row, count, s, 1, partials + s) for s in range(spans)]
                 merges.append((i, row, count, partials, spans))

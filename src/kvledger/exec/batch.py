@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvledger.kernels.attention import MAX_ROWS
-from kvledger.kernels.attention_loops import SPAN, SPLIT_ROWS
+from kvledger.kernels.attention_loops import MAX_ROWS, SPAN, SPLIT_ROWS
 from kvledger.sched.sequence import Sequence
 from kvledger.spec.kv import KVLayout
 from kvledger.units import cdiv

@@ -34,6 +34,7 @@ from kvledger.kernels.attention_levels import (
 from kvledger.kernels.attention_loops import (
     AHEAD,
     LOOPS,
+    MAX_ROWS,
     SPAN,
     SPLIT_ROWS,
     TILE_SHAPES,
@@ -59,8 +60,6 @@ from kvledger.kernels.matmul import NUM_THREADS, SCRATCH, SCRATCH_BYTES
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.softmax import NO_SCORE, softmax
 from kvledger.kernels.team import next_item
-
-MAX_ROWS = 64  # query rows per unit of work
 
 # ctx words of attention
 SEGMENTS, UNITS, NUM_UNITS, PARTIALS, MERGES, NUM_MERGES = 10, 11, 12, 13, 14, 15

@@ -16,16 +16,14 @@ import numpy as np
 from numba.core import types
 
 from kvledger.kernels import simd
-from kvledger.kernels.attention_loops import AHEAD, SPAN, bound_mixes, bound_scores
+from kvledger.kernels.attention_loops import AHEAD, MAX_ROWS, SPAN, bound_mixes, bound_scores
 from kvledger.kernels.emit import I8, I16, I32, I64, VI32, Emit, Val, vec
 from kvledger.kernels.jit import inline
 from kvledger.kernels.kv_pages import INT8, ZERO_BITS, as_scale, block_at, values_at
-from kvledger.kernels.packed import MAX_LEVEL
+from kvledger.kernels.packed import MAX_LEVEL, TERM_BITS
 from kvledger.kernels.simd import emitted
 
-MOST = MAX_LEVEL["int8x2"]
-LOW_BITS = 7
-MAX_ROWS = 64  # of a unit
+MOST, LOW_BITS = MAX_LEVEL["int8x2"], TERM_BITS["int8x2"]
 _PAIRS = vec(I16, 32)  # of neighbouring bytes
 _HALF = vec(I16, 16)
 

@@ -20,6 +20,7 @@ from kvledger.kernels.jit import inline, rebound
 from kvledger.kernels.simd import emitted
 
 SPAN = 256  # keys per span
+MAX_ROWS = 64  # query rows per unit of work
 SPLIT_ROWS = 16  # most query rows of a unit whose spans are dealt out to threads; up to as many, memory binds
 AHEAD = 6  # tiles: how far ahead keys and values are asked for. Behind a span's addresses there must be as many more
 
