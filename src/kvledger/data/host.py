@@ -1,7 +1,11 @@
-"""This machine as far as memory goes: what it has and what is free, control groups included. Reads, never guesses."""
+"""This machine as far as memory goes: what it has and what is free, control groups included. Reads, never guesses.
+
+And where things are kept on its disk.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -17,6 +21,12 @@ def host_memory() -> tuple[int, int]:
         if limit and limit < total:
             total, available = limit, min(available, limit)
     return total, available
+
+
+def return_freed_memory() -> None:
+    """What malloc keeps of memory that was freed goes back to the system, where the C library does that (glibc)."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def _meminfo(field: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvledger.data.host import return_freed_memory
 from kvledger.exec.batch import Batch, Segment, cut, make_batch, read
 from kvledger.exec.block_store import BlockStore
 from kvledger.exec.sampler import sample_rows, score
@@ -63,7 +64,13 @@ class CpuExecutor:
         mode = MODES[config.activations]
         # the first half of the progress is compiling, which after the first start takes no time
         warmup(common_kernels(mode), lambda share: progress(share / 2))
-        self.model = build(decoder, gguf.tensors, layout, mode, positions, lambda share: progress((1 + share) / 2))
+
+        def packed(share: float) -> None:
+            gguf.release()  # a file as large as the weights would be in memory beside them
+            progress((1 + share) / 2)
+
+        self.model = build(decoder, gguf.tensors, layout, mode, positions, packed)
+        return_freed_memory()
         self.unread = unexplained(self.model.unread, decoder.num_layers)
         self._pool = aligned_zeros(num_blocks * layout.block_bytes + _PAD_BYTES)
         self._blocks = self._pool[: num_blocks * layout.block_bytes].reshape(layout.pool_shape(num_blocks))

@@ -23,6 +23,8 @@ from kvledger.weights.ggml_types import BY_CODE, GGML_TYPES, GGMLType
 if TYPE_CHECKING:
     import numpy as np
 
+    from kvledger.weights.mapped import MappedFile
+
 MAX_KEYS = 1 << 14
 MAX_TENSORS = 1 << 17
 MAX_NAME_BYTES = 1 << 10
@@ -85,12 +87,19 @@ class GGUFFile:
         self.metadata = header.metadata
 
     @cached_property
+    def _mapped(self) -> MappedFile:
+        from kvledger.weights.mapped import MappedFile  # which needs NumPy; headers do not
+
+        return MappedFile(self.path)
+
+    def release(self) -> None:
+        """See `MappedFile`."""
+        self._mapped.release()
+
+    @cached_property
     def tensors(self) -> Mapping[str, GGUFTensor]:
         """Name → tensor. Pages are read from disk when first touched."""
-        import numpy as np
-
-        data = np.memmap(self.path, dtype=np.uint8, mode="r")
-        infos = self.header.tensor_infos.values()
+        data, infos = self._mapped.data, self.header.tensor_infos.values()
         if infos and max(t.offset + t.num_bytes for t in infos) > len(data):
             raise DamagedFile(f"{self.path.name} has become shorter while it was being read")
         return {

@@ -11,7 +11,10 @@ from kvledger.weights.gguf import open_gguf
 
 
 class WeightsFile(Protocol):
-    """What opening gives: `metadata` under GGUF keys, `tensors` under GGUF names, `facts` without touching them."""
+    """What opening gives: `metadata` under GGUF keys, `tensors` under GGUF names, `facts` without touching them.
+
+    `release`: what has been read of the file need not stay in memory.
+    """
 
     path: Path
     metadata: dict[str, object]
@@ -21,6 +24,8 @@ class WeightsFile(Protocol):
 
     @property
     def facts(self) -> dict[str, tuple[tuple[int, ...], str, int]]: ...
+
+    def release(self) -> None: ...
 
 
 def open_weights(path: str | Path, quantise: str = "") -> WeightsFile:

@@ -23,6 +23,7 @@ from kvledger.spec.config_fields import read_config
 from kvledger.weights.ggml_types import GGML_TYPES
 from kvledger.weights.hf_metadata import metadata_of
 from kvledger.weights.hf_tensors import Recipe, recipes_of
+from kvledger.weights.mapped import MappedFile
 from kvledger.weights.quantised import dequantise, quantise_q4, quantise_q8
 
 Array = np.ndarray[Any, Any]
@@ -92,17 +93,21 @@ class SafetensorsFolder:
         self.config = read_config(folder / "config.json")
         self._stored = _stored_tensors(folder)
         self._quantise = quantise
+        self._maps = _Maps()
         self.metadata = metadata_of(folder, self.config)
 
     @cached_property
     def tensors(self) -> Mapping[str, LazyTensor]:
         """GGUF name → tensor. Raises UnsupportedModel for a tensor that has no GGUF name."""
-        maps = _Maps()
         recipes = recipes_of(self.metadata, {name: stored.shape for name, stored in self._stored.items()})
         return {
-            name: LazyTensor(name, recipe, [self._stored[s] for s in recipe.sources], maps, self._quantise)
+            name: LazyTensor(name, recipe, [self._stored[s] for s in recipe.sources], self._maps, self._quantise)
             for name, recipe in recipes.items()
         }
+
+    def release(self) -> None:
+        """See `MappedFile`."""
+        self._maps.release()
 
     @property
     def facts(self) -> dict[str, tuple[tuple[int, ...], str, int]]:
@@ -114,12 +119,17 @@ class _Maps(Mapping[Path, Array]):
     """Files, mapped when first read."""
 
     def __init__(self) -> None:
-        self._open: dict[Path, Array] = {}
+        self._open: dict[Path, MappedFile] = {}
 
     def __getitem__(self, path: Path) -> Array:
         if path not in self._open:
-            self._open[path] = np.memmap(path, dtype=np.uint8, mode="r")
-        return self._open[path]
+            self._open[path] = MappedFile(path)
+        return self._open[path].data
+
+    def release(self) -> None:
+        """See `MappedFile`."""
+        for file in self._open.values():
+            file.release()
 
     def __iter__(self) -> Iterator[Path]:
         return iter(self._open)
