@@ -30,6 +30,9 @@ class Weights:
     def facts(self):
         return {t.name: (t.shape, t.ggml_type, t.data.nbytes) for t in self.tensors.values()}
 
+    def release(self) -> None:
+        """Nothing is mapped."""
+
     def add(self, name: str, values: np.ndarray, kind: str = "F32") -> None:
         values = np.ascontiguousarray(values, np.float32)
         data = (
