@@ -340,3 +340,21 @@ def test_damaged_files_of_compiled_kernels_are_replaced(tmp_path, kind, left, is
     if is_writable:
         assert saved == len(files)
         assert run_one_kernel(cache) == ("", saved, 0)
+
+
+def holed(code):
+    """Zeros in its middle, as where a crash came before all of a file was on the disk."""
+    return code[: len(code) // 2] + bytes(512) + code[len(code) // 2 + 512 :]
+
+
+@pytest.mark.parametrize("damage", ["holed", "another's"])
+def test_code_that_is_not_what_was_written_is_never_run(tmp_path, damage):
+    cache = tmp_path / "cache"
+    assert run_one_kernel(cache)[0] == ""
+    files = sorted(cache.rglob("*.nbc"))
+    codes = [file.read_bytes() for file in files]
+    for file, code, other in zip(files, codes, codes[1:] + codes[:1], strict=True):
+        file.write_bytes(holed(code) if damage == "holed" else other)
+    told, _, saved = run_one_kernel(cache)
+    assert told.count("is compiled anew: its code in") == len(told.splitlines()) == len(files) == saved > 2
+    assert run_one_kernel(cache) == ("", saved, 0)

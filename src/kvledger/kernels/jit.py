@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import pickle
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ import llvmlite
 import numba
 from numba import njit
 from numba.core import types
-from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
 from kvledger.data.host import cache_dir
@@ -84,13 +85,40 @@ class _Files(CompileResultCacheImpl):
     _locator_classes = [_Place]  # noqa: RUF012 (Numba's name)
 
 
+class _Sealed(IndexDataCacheFile):
+    """Numba's files of a function, with a digest over its code and its name.
+
+    Of machine code that is damaged, or another function's, LLVM ends the process or the kernel writes where it should
+    not; a crash may leave files with zeros inside.
+    """
+
+    def _digest(self, code: bytes) -> bytes:
+        name: str = self._index_name
+        return hashlib.sha256(name.encode() + code).digest()
+
+    def _save_data(self, name: str, data: Any) -> None:
+        code = self._dump(data)  # type: ignore[no-untyped-call]
+        super()._save_data(name, (self._digest(code), code))  # type: ignore[no-untyped-call]
+
+    def _load_data(self, name: str) -> Any:
+        digest, code = super()._load_data(name)  # type: ignore[no-untyped-call]
+        if digest != self._digest(code):
+            raise ValueError("not what was written")
+        return pickle.loads(code)
+
+
 class _Cache(FunctionCache):
     """Numba's, but a file that cannot be read is one that is not there, and what cannot be written stays in memory.
 
-    A folder may be read-only, or full, and after a crash its files may be empty or cut.
+    A folder may be read-only, or full, and after a crash its files may be empty, cut or holed.
     """
 
     _impl_class = _Files
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        where, name = self._impl.locator, self._impl.filename_base
+        self._cache_file = _Sealed(where.get_cache_path(), name, where.get_source_stamp())  # type: ignore[no-untyped-call]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """What was compiled before, or None."""
@@ -118,7 +146,7 @@ class _Cache(FunctionCache):
 
 def _keep(compiler: Any, function: Callable[..., Any]) -> Any:
     """Have what Numba compiles of a function looked for and kept in our folder."""
-    compiler._cache = _Cache(function)  # type: ignore[no-untyped-call]
+    compiler._cache = _Cache(function)
     return compiler
 
 
