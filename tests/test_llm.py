@@ -2,12 +2,15 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from kvledger import LLM, SamplingParams
+from kvledger.beam import BeamSearch, beam_params
 from kvledger.errors import BadRequest, ConfigError, ContextTooLong, EngineDead, UnknownName
 from kvledger.llm import engine_config
+from kvledger.sched.sequence import Request
 from kvledger.units import MIB
 from tiny_model import write_tiny_model
 
@@ -196,6 +199,27 @@ def test_beams_of_a_tight_pool_are_the_same(tmp_path, llm):
         assert tight.metrics.totals.num_preemptions > 0
         tight.engine.scheduler.check()
     assert found == [b.token_ids for b in llm.beam_search(prompt, 4, 20)[0]]
+
+
+def test_a_beam_search_that_fails_fails_its_caller_alone(llm, monkeypatch):
+    """Whoever takes the step may be waiting for another request, and another search."""
+    answer, beams, run = llm.generate("abc", GREEDY)[0].outputs, llm.beam_search("abc", 2, 8), llm.engine.executor.run
+
+    def failing(step):
+        result = run(step)
+        bad = {c.seq.seq_id: "no numbers" for c in step.chunks if c.seq.params.logprobs == 6 and c.start > 20}
+        return replace(result, samples={k: v for k, v in result.samples.items() if k not in bad}, failed=bad)
+
+    monkeypatch.setattr(llm.engine.executor, "run", failing)
+    request = Request("lost", (65,) * 20, beam_params(3, 8), stepwise=True)
+    llm._searches.append(search := BeamSearch(llm.engine, request, 3))
+    assert llm.generate("abc", GREEDY)[0].outputs == answer
+    llm._searches.remove(search)
+    with pytest.raises(BadRequest, match="no numbers"):
+        search.best(llm.tokenizer)
+    with pytest.raises(BadRequest, match="no numbers"):
+        llm.beam_search([65] * 20, 3, 8)
+    assert llm.beam_search("abc", 2, 8) == beams
 
 
 def test_beam_width_is_checked(llm):

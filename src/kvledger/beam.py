@@ -82,6 +82,7 @@ class BeamSearch:
         self._beams = [_Live(self._root)]
         self._complete: list[Beam] = []
         self._choices = itertools.count(1)
+        self._failure: BadRequest | None = None
         self.is_done = False
 
     @property
@@ -90,7 +91,10 @@ class BeamSearch:
         return self._root.num_cached
 
     def take(self, events: Iterable[Event]) -> None:
-        """Book the tokens of this request; choose anew when every beam has one."""
+        """Book the tokens of this request; choose anew when every beam has one.
+
+        Raises nothing where the request fails: whoever takes the step may be waiting for another one.
+        """
         by_seq = {beam.seq.seq_id: beam for beam in self._beams}
         for event in events:
             beam = by_seq.get(event.seq_id)
@@ -109,7 +113,12 @@ class BeamSearch:
         self.engine.abort(self.request.request_id)
 
     def best(self, tokenizer: Tokenizer) -> list[Beam]:
-        """The best continuations, best first; those that reached the limit count beside those that ended."""
+        """The best continuations, best first; those that reached the limit count beside those that ended.
+
+        Raises BadRequest where the engine gave the request up.
+        """
+        if self._failure is not None:
+            raise self._failure
         found = sorted(self._complete, key=lambda beam: (-beam.score, beam.token_ids))[: self.width]
         return [Beam(b.token_ids, b.logprob, b.score, tokenizer.decode(b.token_ids)) for b in found]
 
@@ -179,8 +188,9 @@ class BeamSearch:
     def _lose(self, beam: _Live, event: Finished) -> None:
         """A beam that outgrew the pool counts with what it has; one that failed fails the search."""
         if event.finish_reason == "error":
+            self._failure = BadRequest(event.message or "the engine gave this request up")
             self.close()
-            raise BadRequest(event.message or "the engine gave this request up")
+            return
         self._complete.append(Beam(beam.token_ids, beam.logprob, self._score(beam.logprob, len(beam.token_ids))))
         self._beams.remove(beam)
         self.is_done = not self._beams

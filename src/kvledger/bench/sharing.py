@@ -94,6 +94,7 @@ def count_beam_sharing(loaded: Loaded, width: int = 4, prompt: int = 512, output
     search = BeamSearch(loaded.engine, request, width)
     while not search.is_done:
         search.take(loaded.engine.step())
+    search.best(loaded.tokenizer)  # raises where it failed
     search.close()
     loaded.engine.step()
     loaded.engine.listeners.remove(peak)
