@@ -410,3 +410,14 @@ def test_window_groups_give_back_what_they_pass(kind):
     assert most <= layout.blocks_for(300, in_flight=16)
     full_blocks = 75 * len(layout.groups)
     assert most < full_blocks
+
+
+@pytest.mark.parametrize("kind", ["window", "mix", "chunked"])
+def test_choices_hold_nothing_that_the_window_has_passed(kind):
+    """From the step in which they split off on: a choice preempted before its first step asks for what it holds."""
+    scheduler = make_scheduler(200, kind, max_len=100, prefix=False, max_num_batched_tokens=64)
+    scheduler.add(request("a", 50, 20, n=3))
+    advance(scheduler, FakeExecutor(scheduler))
+    found = [scheduler.ledger.held(seq.tables) for seq in scheduler.sequences("a")]
+    assert len(found) == 3
+    assert max(found) <= scheduler.plan.layout.blocks_for(51, in_flight=1)

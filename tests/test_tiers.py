@@ -158,6 +158,16 @@ def test_without_enough_slots_it_recomputes():
     assert {e.is_swapped for e in events if isinstance(e, Preempted)} == {False}
 
 
+@pytest.mark.parametrize("num_choices", [6, 8])
+def test_choices_swapped_out_before_their_first_step_come_back(num_choices):
+    """A window has passed most of their prompt: what it left is all that they may take again."""
+    scheduler = make_scheduler(14, "window", max_len=100, prefix=False, tiers=TierPlan(200), max_num_batched_tokens=64)
+    scheduler.add(request("a", 50, 20, n=num_choices))
+    events = run_all(scheduler)
+    assert any(e.is_swapped for e in events if isinstance(e, Preempted))
+    assert [e.finish_reason for e in events if isinstance(e, Finished)] == ["length"] * num_choices
+
+
 def test_an_aborted_swapped_sequence_leaves_no_slot():
     scheduler = make_scheduler(11, prefix=False, tiers=TierPlan(50))
     executor = FakeExecutor(scheduler)

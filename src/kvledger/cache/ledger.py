@@ -82,9 +82,13 @@ class BlockLedger:
         return copies
 
     def share(self, tables: Tables, num_tokens: int) -> Tables:
-        """Tables of a fork that has positions [0, num_tokens) in common with `tables`."""
+        """Tables of a fork that has positions [0, num_tokens) in common with `tables`, so far as it reads them.
+
+        A long prompt's last chunk may hold more than that, and whoever is swapped out takes again all that it held.
+        """
         shared = self.head(tables, num_tokens)
         self.adopt(shared)
+        self.pass_by(shared, num_tokens)
         return shared
 
     def adopt(self, tables: Tables) -> None:
