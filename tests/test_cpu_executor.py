@@ -14,12 +14,14 @@ from kvledger.errors import ConfigError, DamagedFile, UnsupportedModel
 from kvledger.exec.cpu import MODES, CpuExecutor
 from kvledger.kernels import gated, jit, matmul
 from kvledger.kernels.packed import integer_mode
+from kvledger.kernels.warmup import common_kernels
 from kvledger.model.decoder import build
 from kvledger.model.registry import read_decoder
 from kvledger.sched.sequence import Sequence
 from kvledger.sched.step import Chunk, Step
 from kvledger.spec.config import ExecConfig
 from kvledger.spec.from_gguf import model_from_gguf
+from kvledger.spec.kv_computed import kind_of
 from kvledger.spec.sampling import SamplingParams
 from reference_model import Reference
 from tiny_models import decoder
@@ -57,6 +59,15 @@ def test_the_pool_is_what_the_layout_says(kv, block):
     assert ex.num_blocks == 7
     assert ex.kv_bytes == 7 * ex.layout.block_bytes
     ex.close()
+    ex.close()
+
+
+@pytest.mark.parametrize(("kv", "block"), [("bf16", 16), ("int8", 16), ("fp8", 16), ("fp32", 16), ("int4", 32)])
+def test_what_a_dense_model_runs_is_compiled_ahead(kv, block):
+    """So that the first start tells how far it is."""
+    ex = executor(decoder(kind="Q4_1", dim=32), kv=kv, block=block, num_blocks=7)
+    ahead = {kernel.address for kernel in common_kernels(MODES["auto"], kind_of(ex.layout))}
+    assert {*ex.model.body[:, 0].tolist(), *ex.model.head[:, 0].tolist()} <= ahead
     ex.close()
 
 

@@ -32,6 +32,7 @@ from kvledger.model.registry import read_decoder
 from kvledger.sched.step import Chunk, Sample, Step, StepResult
 from kvledger.spec.config import ExecConfig
 from kvledger.spec.kv import KVLayout
+from kvledger.spec.kv_computed import kind_of
 from kvledger.spec.model import ModelSpec
 from kvledger.weights.open import WeightsFile, open_weights
 
@@ -63,7 +64,7 @@ class CpuExecutor:
         positions = layout.longest_in(num_blocks, decoder.max_context)
         mode = MODES[config.activations]
         # the first half of the progress is compiling, which after the first start takes no time
-        warmup(common_kernels(mode), lambda share: progress(share / 2))
+        warmup(common_kernels(mode, kind_of(layout)), lambda share: progress(share / 2))
 
         def packed(share: float) -> None:
             gguf.release()  # a file as large as the weights would be in memory beside them

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvledger.kernels import attention, elementwise, gated, kv_write, matmul, matmul_amx, matmul_f32
+from kvledger.kernels import attention, elementwise, gated, kv_int4, kv_write, matmul, matmul_amx, matmul_f32
+from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel
 from kvledger.kernels.kv_pages import query_size
 from kvledger.kernels.packed import FLOAT_MODES, integer_mode
 from kvledger.kernels.team import Team
 
+# How attention to a type of KV computes: (bytes of a number, form), as in `attention`
+_FORMS = {
+    "bf16": (2, "in_place"), "fp32": (4, "in_place"), "int8": (1, "levels") if ISA.vnni else (2, "staged"),
+    "fp8_e4m3": (2, "staged"), "int4": (2, "sealed"),
+}  # fmt: skip
 
-def common_kernels(mode: str, size: int = 2, form: str = "in_place") -> list[Kernel]:
-    """Kernels of a dense model with 4- and 8-bit weights. `mode`: of activations; the others as in `attention`."""
+
+def common_kernels(mode: str, kind: str) -> list[Kernel]:
+    """Kernels of a dense model with 4- and 8-bit weights and heads' keys and values in blocks of 16 tokens or more.
+
+    `mode`: of activations; `kind`: of the KV cache.
+    """
     products: list[Kernel] = []
     for bits in (4, 8):
         if mode == "bf16":
@@ -28,11 +38,11 @@ def common_kernels(mode: str, size: int = 2, form: str = "in_place") -> list[Ker
     if mode in FLOAT_MODES:
         products.append(elementwise.GATE_QUANTISE)
     others = [elementwise.EMBED, elementwise.NORM_QUANTISE]
-    cached = [
-        kv_write.KERNELS["fp32" if size == 4 else "bf16", query_size(size)],
-        attention.KERNELS[size, form],
-        attention.MERGE,
-    ]
+    size, form = _FORMS[kind]
+    written = "bf16" if kind == "int4" else kind
+    cached = [kv_write.KERNELS[written, query_size(size)], attention.KERNELS[size, form], attention.MERGE]
+    if kind == "int4":
+        cached.append(kv_int4.SEAL)
     return products + others + cached
 
 
