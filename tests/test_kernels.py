@@ -532,7 +532,7 @@ def stored_int8_keys(page, dim):
 @pytest.mark.parametrize("loud", [1, 50], ids=["even", "one channel of the queries stands out"])
 def test_stored_int8_keys_are_the_references(team, q_size, loud):
     """Whichever form queries have; `loud` keys are moved at the ends of their levels, too."""
-    shape, pool, _, tables, angles, qkv = setting(kind="int8", tokens=16)
+    shape, pool, _, tables, angles, qkv = setting(kind="int8", tokens=16, rng=np.random.default_rng(0))
     turned = ref.hadamard(np.eye(shape.dim, dtype=np.float32)[3]) * np.float32(loud)
     qkv[:, : shape.heads] += turned
     qkv[:, shape.heads : -shape.kv_heads] += turned
@@ -556,7 +556,7 @@ def test_stored_int8_keys_are_the_references(team, q_size, loud):
     weight = np.square(read).sum(axis=(1, 2)) / shape.dim
     left = [np.square(np.einsum("rjd,rd->rj", read, e)).sum(1) + weight * np.square(e).sum(1)
             for e in (k[:, 0] - (levels - zero) * scale, k[:, 0] - expected)]  # fmt: skip
-    assert left[0].sum() < 1.05 * left[1].sum(), left  # and what is to be lessened ends about as small
+    assert (left[0] < 1.1 * left[1]).all(), left  # and what is to be lessened ends about as small
 
 
 def test_int8_keys_are_rounded_for_the_queries_that_read_them(team):

@@ -1,6 +1,5 @@
-"""This machine as far as memory goes: what it has and what is free, control groups included. Reads, never guesses.
-
-And where things are kept on its disk.
+"""This machine's memory: what it has, what is free (control groups included, read and never guessed), giving back what
+was freed. And where things are kept on its disk.
 """
 
 from __future__ import annotations

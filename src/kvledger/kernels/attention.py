@@ -2,8 +2,8 @@
 
 Pages are laid out as `kv_pages.py` says. What is stored in bf16 in blocks of 16 tokens or more is an operand of the
 dot product as it stands, and so are int8's levels where bytes have dot products (`attention_levels`); other types and
-smaller blocks are brought into such a form first, a span at a time. Query rows of
-one KV head (tokens × heads that share it) are computed together.
+smaller blocks are brought into such a form first, a span at a time. Query rows of one KV head (tokens × heads that
+share it) are computed together.
 
 Keys are taken in spans of 256 at fixed positions. Each span gives (max, sum, output) from nothing, and spans are merged
 in ascending order (online softmax, Milakov & Gimelshein, arXiv:1805.02867). So a row's result depends neither on the
@@ -25,9 +25,8 @@ from kvledger.kernels.attention_levels import (
     mixes_of_levels,
     queries_to_levels,
     scores_of_levels,
-    scores_to_floats,
     tiles_of_halves,
-    weights_to_levels,
+    weights_of_levels,
     words_at,
     words_of_tiles,
 )
@@ -49,7 +48,7 @@ from kvledger.kernels.kv_pages import (
     KINDS,
     SEALED_TOKENS,
     AttentionShape,
-    block_at,
+    page_at,
     query_size,
     stage_keys,
     stage_latent,
@@ -138,10 +137,9 @@ def tiles_in_place(kind, size, place, first, tiles, start, newest, block, dim, v
     `place`: block table, pool, bytes of a block, offset of the head; the same of the residual, and how many tokens are
     read sealed (0 of all that where there is none).
     """
-    blocks, pool, block_bytes, offset, _, _, _ = place
     for t in range(first, tiles):
         at = start + t * 16
-        base, within = pool + block_at(blocks, at // block) * block_bytes + offset, at % block
+        base, within = page_at(place, at, block), at % block
         simd.put_i64(keys + 8 * t, base + within * dim * size)
         simd.put_i64(values + 8 * t, base + values_at(kind, block, dim * size) + within * vdim * size)
 
@@ -156,7 +154,6 @@ def tiles_of_levels(kind, size, place, first, tiles, start, newest, block, dim, 
 @inline
 def tiles_staged(kind, size, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged):  # type: ignore[no-untyped-def]
     """As `tiles_in_place`, every tile brought into form at `staged`. Values that are part of a key come of it."""
-    blocks, pool, block_bytes, offset, _, _, _ = place
     scales = staged + SPAN * (dim + vdim) * size
     latent = vdim if vdim < dim else 0
     for t in range(first, tiles):
@@ -166,7 +163,7 @@ def tiles_staged(kind, size, place, first, tiles, start, newest, block, dim, vdi
         simd.put_i64(values + 8 * t, to_v)
         for half in range(16 // min(16, block)):
             key = at + 8 * half if at + 8 * half < newest else at  # past the end: anything finite, it has no weight
-            base = pool + block_at(blocks, key // block) * block_bytes + offset
+            base = page_at(place, key, block)
             to_scales = scales + (t * 16 + half * 8) * 4
             stage_keys(kind, base, key % block, block, dim, latent, half, to_k, to_scales)
             if latent == 0:
@@ -180,16 +177,17 @@ def tiles_staged(kind, size, place, first, tiles, start, newest, block, dim, vdi
 @inline
 def tiles_sealed(kind, size, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged):  # type: ignore[no-untyped-def]
     """As `tiles_in_place`: sealed tokens are brought into form at `staged`, the residual's are in it."""
-    blocks, pool, block_bytes, offset, newest_blocks, newest_offset, sealed = place
+    _, pool, block_bytes, _, newest_blocks, newest_offset, sealed = place
+    residual = newest_blocks, pool, block_bytes, newest_offset
     for t in range(first, tiles):
         at = start + t * 16
         to_k, to_v = staged + t * 16 * dim * size, staged + (SPAN * dim + t * 16 * vdim) * size
         if at < sealed:
-            group = pool + block_at(blocks, at // block) * block_bytes + offset + at % block // SEALED_TOKENS * 40 * dim
+            group = page_at(place, at, block) + at % block // SEALED_TOKENS * 40 * dim
             stage_sealed_keys(group, at // 16 % 2, dim, to_k)
             stage_sealed_values(group + 20 * dim, at // 16 % 2, dim, to_v)
         else:
-            to_k = pool + block_at(newest_blocks, at // block) * block_bytes + newest_offset + at % block * dim * 2
+            to_k = page_at(residual, at, block) + at % block * dim * 2
             source = to_k + block * dim * 2
             if at + 16 <= newest:
                 to_v = source
@@ -384,19 +382,11 @@ def float_mix(part, rows, dim, scales):  # type: ignore[no-untyped-def]
     """The rows' part of the output is what it should be."""
 
 
-@inline
-def level_weights(scores, p, rows, first, tiles, sees, cap, words, sums, apart, size):  # type: ignore[no-untyped-def]
-    """As `softmax`, from integers to levels."""
-    scores_to_floats(scores, rows, first, tiles, words)
-    softmax(scores, scores, rows, first, tiles, sees, cap, np.int64(0), sums, apart, 4)
-    weights_to_levels(scores, p, rows, first, tiles, words)
-
-
 TILES = {
     "in_place": tiles_in_place, "staged": tiles_staged, "sealed": tiles_sealed, "levels": tiles_of_levels,
     "halves": tiles_of_halves,
 }  # fmt: skip
-IN_LEVELS = {"queries_of": queries_to_levels, "weights_of": level_weights, "mix_of": mix_to_floats}
+IN_LEVELS = {"queries_of": queries_to_levels, "weights_of": weights_of_levels, "mix_of": mix_to_floats}
 IN_FLOATS = {"queries_of": as_they_are, "weights_of": softmax, "mix_of": float_mix}
 FORMS = [(2, "in_place"), (2, "staged"), (2, "sealed"), (4, "in_place"), (4, "staged")]
 FORMS += [(1, "levels"), (1, "halves")] if ISA.vnni else []
@@ -426,12 +416,17 @@ def attention(shape: AttentionShape, q: np.ndarray, out: int, max_rows: int) -> 
     newest = shape.newest
     residual = [0, 0, 0, 0] if newest is None else [newest.group, newest.offset, newest.head_bytes, shape.residual]
     spans = [
-        KERNELS[shape.size, _form(shape)].address, q.ctypes.data, out, shape.offset, shape.stride, shape.group,
+        kernel_of(shape).address, q.ctypes.data, out, shape.offset, shape.stride, shape.group,
         shape.kv_heads, shape.ratio, shape.dim, shape.padded_dim, shape.block_size, shape.window,
         float_bits(shape.cap), max_rows, TILE_SHAPES.ctypes.data, KINDS[shape.kind], shape.value_dim, shape.head_bytes,
         *residual, shape.spread,
     ]  # fmt: skip
     return [spans, [MERGE.address, out, shape.kv_heads, shape.ratio, shape.value_dim, shape.spread]]
+
+
+def kernel_of(shape: AttentionShape) -> Kernel:
+    """The variant for a layer, `MERGE` besides."""
+    return KERNELS[shape.size, _form(shape)]
 
 
 def _form(shape: AttentionShape) -> str:

@@ -5,7 +5,7 @@ span's weights, each times the scale of its value. Scores and mixes are then sum
 zeros come off at the end: Σ q · (level − zero) = Σ q · level − zero · Σ q. That is 15 bits for queries and 14 for
 weights, where bfloat16 has 8; and pages are read as they lie, while bfloat16 had to be made of them first.
 
-Knows pages of int8 and what a span's loops need, no units of work and no softmax.
+Knows pages of int8 and what a span needs of them, no units of work.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from kvledger.kernels import simd
 from kvledger.kernels.attention_loops import AHEAD, MAX_ROWS, SPAN, bound_mixes, bound_scores
 from kvledger.kernels.emit import I8, I16, I32, I64, VI32, Emit, Val, vec
 from kvledger.kernels.jit import inline
-from kvledger.kernels.kv_pages import INT8, ZERO_BITS, as_scale, block_at, values_at
+from kvledger.kernels.kv_pages import INT8, ZERO_BITS, as_scale, page_at, values_at
 from kvledger.kernels.packed import MAX_LEVEL, TERM_BITS
 from kvledger.kernels.simd import emitted
+from kvledger.kernels.softmax import softmax
 
 MOST, LOW_BITS = MAX_LEVEL["int8x2"], TERM_BITS["int8x2"]
 _PAIRS = vec(I16, 32)  # of neighbouring bytes
@@ -208,6 +209,14 @@ def weights_to_levels(weights, p, rows, first, tiles, words):  # type: ignore[no
 
 
 @inline
+def weights_of_levels(scores, p, rows, first, tiles, sees, cap, words, sums, apart, size):  # type: ignore[no-untyped-def]
+    """As `softmax`, from integers to levels."""
+    scores_to_floats(scores, rows, first, tiles, words)
+    softmax(scores, scores, rows, first, tiles, sees, cap, np.int64(0), sums, apart, 4)
+    weights_to_levels(scores, p, rows, first, tiles, words)
+
+
+@inline
 def mix_to_floats(part, rows, dim, words):  # type: ignore[no-untyped-def]
     """Rows' integers of a span → its part of their output, in place."""
     for r in range(rows):
@@ -231,20 +240,17 @@ def split_words_of(base, within, block, dim, words):  # type: ignore[no-untyped-
 @inline
 def words_of_tiles(place, first, tiles, start, block, dim, words):  # type: ignore[no-untyped-def]
     """The scales and zeros of a span's tiles, which are read in place."""
-    blocks, pool, block_bytes, offset, _, _, _ = place
     for t in range(first, tiles):
         at = start + t * 16
-        base = pool + block_at(blocks, at // block) * block_bytes + offset
-        split_words_of(base, at % block, block, dim, words + t * 64)
+        split_words_of(page_at(place, at, block), at % block, block, dim, words + t * 64)
 
 
 @inline
 def ask_for_words_of(place, first, tiles, start, block, dim):  # type: ignore[no-untyped-def]
     """Ask for what `words_of_tiles` will read."""
-    blocks, pool, block_bytes, offset, _, _, _ = place
     for t in range(first, tiles):
         at = start + t * 16
-        words = pool + block_at(blocks, at // block) * block_bytes + offset + block * dim + at % block * 4
+        words = page_at(place, at, block) + block * dim + at % block * 4
         simd.prefetch(words)
         simd.prefetch(words + values_at(INT8, block, dim))
 
@@ -269,7 +275,6 @@ def copy_half(base, dim, half, keys, values, words):  # type: ignore[no-untyped-
 @inline
 def tiles_of_halves(kind, size, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged):  # type: ignore[no-untyped-def]
     """As `attention.tiles_in_place`, of blocks of 8 tokens, two of which are brought together for a tile."""
-    blocks, pool, block_bytes, offset, _, _, _ = place
     words = words_at(staged, dim)
     for t in range(first, tiles):
         at, to_k, to_v = start + t * 16, staged + t * 16 * dim, staged + (SPAN + t * 16) * dim
@@ -277,5 +282,4 @@ def tiles_of_halves(kind, size, place, first, tiles, start, newest, block, dim, 
         simd.put_i64(values + 8 * t, to_v)
         for half in range(2):
             key = at + 8 * half if at + 8 * half < newest else at  # past the end: anything finite, it has no weight
-            base = pool + block_at(blocks, key // block) * block_bytes + offset
-            copy_half(base, dim, half, to_k, to_v, words + t * 64)
+            copy_half(page_at(place, key, block), dim, half, to_k, to_v, words + t * 64)

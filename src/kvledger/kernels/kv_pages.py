@@ -68,6 +68,12 @@ def block_at(blocks, index):  # type: ignore[no-untyped-def]
     return np.int64(max(0, simd.get_i32(blocks + index * 4)))
 
 
+@inline
+def page_at(place, token, block):  # type: ignore[no-untyped-def]
+    """The head's page that holds a token. `place`: block table, pool, bytes of a block, offset of the head …"""
+    return place[1] + block_at(place[0], token // block) * place[2] + place[3]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """One layer's attention. `slot` and `group` place it in the pool; `window` 0: all keys; `cap` 0: none.

@@ -284,6 +284,11 @@ KERNELS = {
 }  # fmt: skip
 
 
+def kernel_of(shape: AttentionShape) -> Kernel:
+    """The variant for a layer."""
+    return KERNELS[shape.kind, query_size(shape.size)]
+
+
 def rope_write(shape: AttentionShape, qkv: int, q: np.ndarray, angles: np.ndarray, scale: float, max_rows: int,
                q_norm: np.ndarray | None = None, k_norm: np.ndarray | None = None,
                eps: float = 0.0) -> list[int]:  # fmt: skip
@@ -296,9 +301,8 @@ def rope_write(shape: AttentionShape, qkv: int, q: np.ndarray, angles: np.ndarra
     angles: float32[positions, rope dim], cosines then sines.
     """
     norms = [0 if n is None else n.ctypes.data for n in (q_norm, k_norm)]
-    kernel = KERNELS[shape.kind, query_size(shape.size)]
     return [
-        kernel.address, qkv, q.ctypes.data, shape.offset, shape.stride, shape.group, shape.kv_heads,
+        kernel_of(shape).address, qkv, q.ctypes.data, shape.offset, shape.stride, shape.group, shape.kv_heads,
         shape.ratio, shape.dim, shape.padded_dim, shape.block_size, angles.shape[1], angles.ctypes.data,
         float_bits(scale), *norms, float_bits(eps), max_rows, shape.head_bytes, shape.spread,
     ]  # fmt: skip

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvledger.kernels import attention, elementwise, gated, kv_int4, kv_write, matmul, matmul_amx, matmul_f32
-from kvledger.kernels.isa import ISA
 from kvledger.kernels.jit import Kernel
-from kvledger.kernels.kv_pages import query_size
+from kvledger.kernels.kv_pages import AttentionShape
 from kvledger.kernels.packed import FLOAT_MODES, integer_mode
 from kvledger.kernels.team import Team
-
-# How attention to a type of KV computes: (bytes of a number, form), as in `attention`
-_FORMS = {
-    "bf16": (2, "in_place"), "fp32": (4, "in_place"), "int8": (1, "levels") if ISA.vnni else (2, "staged"),
-    "fp8_e4m3": (2, "staged"), "int4": (2, "sealed"),
-}  # fmt: skip
 
 
 def common_kernels(mode: str, kind: str) -> list[Kernel]:
@@ -38,12 +32,16 @@ def common_kernels(mode: str, kind: str) -> list[Kernel]:
     if mode in FLOAT_MODES:
         products.append(elementwise.GATE_QUANTISE)
     others = [elementwise.EMBED, elementwise.NORM_QUANTISE]
-    size, form = _FORMS[kind]
-    written = "bf16" if kind == "int4" else kind
-    cached = [kv_write.KERNELS[written, query_size(size)], attention.KERNELS[size, form], attention.MERGE]
-    if kind == "int4":
-        cached.append(kv_int4.SEAL)
-    return products + others + cached
+    return products + others + _of_cache(kind)
+
+
+def _of_cache(kind: str) -> list[Kernel]:
+    """What writes a type's pages and attends to them, whatever the heads."""
+    plain = AttentionShape(heads=1, kv_heads=1, dim=64, block_size=32, page_bytes=0, group=0, slot=0)
+    newest = plain if kind == "int4" else None
+    shape = replace(plain, kind=kind, newest=newest)
+    found = [kv_write.kernel_of(newest or shape), attention.kernel_of(shape), attention.MERGE]
+    return [*found, kv_int4.SEAL] if newest else found
 
 
 def warmup(kernels: list[Kernel], progress: Callable[[float], None] = lambda share: None) -> None:
