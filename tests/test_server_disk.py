@@ -96,6 +96,23 @@ def test_the_same_prompt_is_found_after_a_restart(models, plain, tmp_path):
         assert text != plain
 
 
+def test_the_books_begin_with_the_first_request(models, tmp_path):
+    """What the server computes at its start for itself is no query, and nothing of it is kept, here or on disk."""
+    with served(models[0], "--kv-disk", str(tmp_path)) as server:
+        books = server.http.get("/ledger").json()
+        assert books["prefix_cache"] == {"queries": 0, "hits": 0}
+        assert books["blocks"]["free"] == books["blocks"]["total"]
+        assert books["tiers"]["disk"]["used"] == 0
+        length = ask(server)[2]
+        assert ask(server)[1] == whole_blocks(length)
+        books = server.http.get("/ledger").json()
+        metrics = server.http.get("/metrics").text
+        for name, count in (("queries", 2 * length), ("hits", whole_blocks(length))):
+            assert books["prefix_cache"][name] == count
+            assert re.search(rf"vllm:prefix_cache_{name}_total{{[^}}]*}} {float(count)}\n", metrics)
+        assert books["blocks"]["cached"] == books["tiers"]["disk"]["used"] == (length + 12 - 1) // BLOCK
+
+
 def test_after_kill_9_only_whole_records_are_used(models, plain, tmp_path):
     disk = ("--kv-disk", str(tmp_path), "--kv-disk-size", "2MiB")
     with served(models[0], *disk) as server:

@@ -152,10 +152,11 @@ def cache_info(pool: PoolPlan, config: EngineConfig) -> dict[str, object]:
 
 
 def warm_up(engine: Engine) -> None:
-    """One short request of the engine's own, so that nobody's first request waits for compilation."""
-    engine.add(Request("warm-up", tuple(range(32)), SamplingParams(max_tokens=2, ignore_eos=True), salt=b"warm-up"))
-    while engine.has_work:
-        engine.step()
+    """One short request of the engine's own, so that nobody's first request waits for compilation. In no books."""
+    with engine.scheduler.prefix.aside():
+        engine.add(Request("warm-up", tuple(range(32)), SamplingParams(max_tokens=2, ignore_eos=True)))
+        while engine.has_work:
+            engine.step()
 
 
 def plan_lines(model: ModelSpec, pool: PoolPlan, max_model_len: int) -> list[tuple[str, str]]:
