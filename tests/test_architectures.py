@@ -1,6 +1,7 @@
 """Every architecture on a tiny random model against transformers in float32 (fixtures: scripts/make_tiny.py)."""
 
 import json
+from math import prod
 
 import numpy as np
 import pytest
@@ -105,6 +106,10 @@ def test_config_and_tensors_tell_the_same(tmp_path, name):
     assert [x.cache for x in read.layers] == [x.cache for x in counted.layers]
     assert [(x.score_dims, x.mix_dims) for x in read.layers] == [(x.score_dims, x.mix_dims) for x in counted.layers]
     assert read.kv_layout().bytes_for(100) == counted.kv_layout().bytes_for(100)
+    for i, layer in enumerate(read.layers):
+        later = tuple(f"blk.{i}.{part}" for part in ("attn_output", "attn_v_b", "post_", "ffn_", "exp_probs"))
+        after = sum(prod(shape) for name, (shape, _, _) in weights.facts.items() if name.startswith(later))
+        assert layer.params - layer.qkv_params == after  # than its queries, keys and values
 
 
 def test_experts_are_stacked_and_heads_reordered(tmp_path):

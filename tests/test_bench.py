@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvledger.bench.common import Instant
-from kvledger.bench.engine import bench_engine
+from kvledger.bench.engine import bench_engine, ceiling
 from kvledger.bench.lesson import Lesson
 from kvledger.bench.phases import Point
 from kvledger.bench.policies import (
@@ -19,15 +19,17 @@ from kvledger.bench.policies import (
 from kvledger.bench.recompute import count_forwards, time_forwards
 from kvledger.bench.sharing import count_beam_sharing, count_sample_sharing, measure_prefix_hit
 from kvledger.build import build_engine
+from kvledger.data.devices import local_device
 from kvledger.errors import ConfigError
-from kvledger.kernels.team import num_cpus
+from kvledger.kernels.team import MEMORY, num_cpus
 from kvledger.llm import engine_config
 from kvledger.metrics import Metrics
 from kvledger.plan.workload import find_workload
 from kvledger.simulate.replay import poisson
 from kvledger.spec.kv import FullKV
 from kvledger.spec.model import Layer, ModelSpec
-from tiny_model import write_tiny_model
+from kvledger.spec.step import Work
+from tiny_model import HIDDEN, write_tiny_model
 
 SPEC = ModelSpec("m", "m", 64, 300, 2048, (Layer(FullKV(2, 32, 32), 40_000),) * 2, 4, 20_000, 0)
 
@@ -149,6 +151,18 @@ def test_engine_bench_counts_its_own_steps(path):
     json = found.as_json()
     assert json["prefill_tokens_per_s"] == found.prefill_tokens_per_s
     assert 0 <= json["overhead"] < 1
+
+
+def test_the_ceiling_counts_what_the_program_computes(loaded):
+    """Of the last layer, for a prompt's rows but the last, the weights of the ops before `tail` and no others."""
+    program, last = loaded.engine.executor.model, loaded.model.layers[-1]
+    behind = program.body[program.tail :, MEMORY + 1].sum() // 2 + HIDDEN  # matrices in bfloat16, and a norm
+    assert last.params - last.qkv_params == behind
+    bound = ceiling(loaded, local_device())
+    every_row, some = (replace(bound, skips_unread=s).flops((Work(0, 100),)) for s in (False, True))
+    assert bound.flops((Work(0, 100),)) == some
+    assert every_row - some == 2 * 99 * behind + 2 * (last.score_dims + last.mix_dims) * (99 * 100 // 2)
+    assert bound.flops((Work(99, 1),)) == replace(bound, skips_unread=False).flops((Work(99, 1),))
 
 
 def test_the_lesson_prints_what_it_has():

@@ -46,6 +46,17 @@ def test_flops_and_bytes_of_a_mixed_step():
     assert cost.seconds == max(cost.compute_s, cost.memory_s)
 
 
+def test_the_last_layer_may_end_early_for_rows_that_nobody_reads():
+    last = Layer(WINDOW, 500, score_dims=16, mix_dims=16, qkv_params=200)
+    model = spec(Layer(FULL, 1000, score_dims=16, mix_dims=16, qkv_params=300), last)
+    engine = Roofline(model, DEVICE, model.kv_layout(), skips_unread=True)
+    shape = (Work(10, 1, 1), Work(0, 6, 0), Work(3, 9, 2))
+    first = 2 * 1000 * 16 + 2 * 32 * (11 + sum(range(1, 7)) + sum(range(4, 13)))
+    ends = 2 * (200 * 16 + 300 * 3) + 2 * 32 * (5 + 0 + 2 * 5)  # all rows' keys and values, three rows' rest
+    assert engine.flops(shape) == first + ends + 2 * 1600 * 3
+    assert engine.cost(shape).bytes == Roofline(model, DEVICE, model.kv_layout()).cost(shape).bytes
+
+
 def test_weights_are_read_once_and_the_head_only_for_logits():
     roofline = Roofline(spec(Layer(FULL, 1000)), DEVICE, spec(Layer(FULL, 1000)).kv_layout(), weight_bytes=4200)
     one, many = roofline.cost((Work(9, 1),)), roofline.cost((Work(9, 1),) * 50)

@@ -62,7 +62,8 @@ class Roofline:
     `weight_bytes` is what the weights occupy as stored (None: the model's own, else two bytes each); `weight_parts`
     is the same by part, where parts are stored in different types (`spec.weights.WeightBytes.parts`). The two
     efficiencies are the shares of peak that are reached and `overhead_s` is added to every step: 1, 1 and 0 give
-    the bound itself; measured values turn it into a prediction.
+    the bound itself; measured values turn it into a prediction. `skips_unread`: the engine computes the last layer,
+    from its attention on, only for rows that need logits (the model must have `Layer.qkv_params`).
     """
 
     model: ModelSpec
@@ -75,6 +76,7 @@ class Roofline:
     overhead_s: float = 0.0
     weight_parts: Mapping[Part, int] | None = None
     kv_share: float = 1.0  # of the sequences of a step, those whose KV this device keeps
+    skips_unread: bool = False
 
     def cost(self, shape: StepShape, repeat: int = 1) -> StepCost:
         """What the step costs when it holds `shape` `repeat` times (a batch of equals is priced as one of them).
@@ -97,12 +99,19 @@ class Roofline:
         tokens = sum(work.new_tokens for work in shape)
         logits = sum(work.num_logits for work in shape)
         products = 2.0 * (self._body_params * tokens + self._head_params * logits)
-        return products + sum(self._attention_flops(work) for work in shape)
+        skipped = sum(self._unread_flops(work) for work in shape) if self.skips_unread else 0.0
+        return products + sum(self._attention_flops(work) for work in shape) - skipped
 
     def _attention_flops(self, work: Work) -> float:
         decode = work.new_tokens == 1
         dims = ((spec, one if decode else many) for spec, many, one in self.model.attention_dims)
         return sum(2.0 * size * pairs(spec, work) for spec, size in dims)
+
+    def _unread_flops(self, work: Work) -> float:
+        """What follows the last layer's queries, keys and values in the rows before those that need logits."""
+        last, rows = self.model.layers[-1], work.new_tokens - work.num_logits
+        attention = (last.score_dims + last.mix_dims) * pairs(last.cache, Work(work.context, rows))
+        return 2.0 * ((last.active_params - last.qkv_params) * rows + attention)
 
     def weights_read(self, shape: StepShape, repeat: int = 1) -> float:
         """Bytes of weights that the step reads: all dense ones once, and the experts that are touched.

@@ -26,6 +26,7 @@ _MAX_COUNT = 1 << 40
 _BLOCK = re.compile(r"blk\.(\d{1,4})\.(.+)")
 _STACKED_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.weight")
 _SINGLE_EXPERT = re.compile(r"ffn_(gate|up|down)\.\d+\.weight")  # files of before 2024-04
+_QKV = re.compile(r"attn_(norm|qkv|[qkv](_norm)?|q_[ab]|q_a_norm|kv_a_mqa|kv_a_norm|k_b)\.(weight|bias)")
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -304,6 +305,7 @@ def _layer(facts: Facts, index: int, tensors: Mapping[str, TensorFacts], cache: 
         num_experts=num_experts,
         experts_per_token=used,
         expert_params=routed // num_experts if routed else 0,
+        qkv_params=sum(n for name, n in sizes.items() if _QKV.fullmatch(name)),
     )
 
 

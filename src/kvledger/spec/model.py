@@ -65,7 +65,8 @@ class Layer:
     its weights, experts included; of these `num_experts` × `expert_params` are routed and `experts_per_token` of
     them work on a token. `score_dims` and `mix_dims` are the summed dimensions of all query heads in q·k and p·v:
     one token attending to n others costs 2 n (score_dims + mix_dims) FLOPs. `latent_score_dims` and
-    `latent_mix_dims` are the same where MLA decodes on the latent itself (0: it does not).
+    `latent_mix_dims` are the same where MLA decodes on the latent itself (0: it does not). `qkv_params` are those of
+    its weights that queries, keys and values take, with their norms (0: not told apart).
     `weights` are the shapes behind `params`, empty where the source gives none.
     """
 
@@ -79,6 +80,7 @@ class Layer:
     weights: tuple[Weight, ...] = ()
     latent_score_dims: int = 0
     latent_mix_dims: int = 0
+    qkv_params: int = 0
 
     @property
     def active_params(self) -> int:
