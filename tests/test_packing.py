@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from gguf_bytes import byte_tokenizer, write
 from kvledger import LLM, SamplingParams
 from kvledger.bench.policies import measure_policies
 from kvledger.cli.main import main
+from kvledger.kernels.joined import joined
+from kvledger.kernels.packed import pack
 from kvledger.model import packing
 from kvledger.model.packing import _BLOCKS, dense, levels_of, pack_matrices, quantise_8bit, requantised
 from kvledger.plan.workload import find_workload
@@ -74,6 +77,47 @@ def test_requantising_takes_a_few_rows_at_a_time(monkeypatch):
     monkeypatch.setattr(packing, "_FLOATS_AT_ONCE", 7 * 256 + 1)
     for a, b in zip(levels_of(tensor)[:3], whole[:3], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    "kinds", [("Q4_1",), ("Q6_K",), ("BF16",), ("F32",), ("Q4_K", "Q4_K"), ("Q4_K", "Q6_K", "Q8_0")]
+)
+def test_stretches_of_rows_are_the_matrix(monkeypatch, kinds, exact):
+    tensors = [random_tensor(kind, rows) for kind, rows in zip(kinds, (80, 48, 40), strict=False)]
+    whole = pack_matrices(tensors, exact=exact)
+    monkeypatch.setattr(packing, "_WEIGHTS_AT_ONCE", 33 * 256)  # two tiles and a row
+    parts = pack_matrices(tensors, exact=exact)
+    assert (parts.rows, parts.cols, parts.bits, parts.wide) == (whole.rows, whole.cols, whole.bits, whole.wide)
+    np.testing.assert_array_equal(parts.data, whole.data)
+    assert parts.data.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize(("kind", "most"), [("Q4_1", 1.3), ("Q8_0", 1.3), ("BF16", 1.3), ("Q6_K", 2.4)])
+def test_a_large_matrix_is_packed_in_little_memory_beside_it(monkeypatch, kind, most):
+    """What is requantised has all its levels first."""
+    tensor = random_tensor(kind, 16384)
+    monkeypatch.setattr(packing, "_WEIGHTS_AT_ONCE", 1 << 16)
+    monkeypatch.setattr(packing, "_FLOATS_AT_ONCE", 1 << 16)
+    tracemalloc.start()
+    try:
+        packed = pack_matrices([tensor])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < most * packed.data.nbytes
+
+
+@pytest.mark.parametrize("tiny", [0, 1, 2, 3])
+def test_wide_scales_of_one_stretch_are_all_of_the_matrix(monkeypatch, tiny):
+    w = np.random.default_rng(0).standard_normal((4 * 32 + 5, 64)).astype(np.float32)
+    w[32 * tiny + 3] *= 1e-9  # beyond float16 in one stretch only
+    parts = [quantise_8bit(w[i : i + 32]) for i in range(0, len(w), 32)]
+    whole = pack(*(np.concatenate([p[i] for p in parts]) for i in range(3)), 8)
+    assert [pack(*part).wide for part in parts].count(True) == 1
+    found = joined((pack(*part) for part in parts), len(w))
+    np.testing.assert_array_equal(found.data, whole.data)
+    assert (found.rows, found.wide) == (len(w), True)
 
 
 def test_numbers_beyond_float16_keep_wide_scales():

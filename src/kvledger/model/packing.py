@@ -8,7 +8,7 @@ docs/weights.md what it costs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -16,12 +16,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvledger.errors import UnsupportedModel
-from kvledger.kernels.packed import GROUP, PackedMatrix, pack, pack_dense
+from kvledger.kernels.joined import joined
+from kvledger.kernels.packed import GROUP, TILE, PackedMatrix, pack, pack_dense
 from kvledger.weights.ggml_types import GGML_TYPES
 from kvledger.weights.quantised import dequantise, scales_6bit
 
 Array = np.ndarray[Any, Any]
-_FLOATS_AT_ONCE = 1 << 24
+_FLOATS_AT_ONCE = 1 << 24  # of what is requantised
+_WEIGHTS_AT_ONCE = 1 << 22  # of what is packed
 
 
 class Tensor(Protocol):
@@ -161,11 +163,14 @@ def _columns(tensor: Tensor) -> int:
 def _requantise(tensor: Tensor, k: int) -> Levels:
     """A few rows at a time: in float32 a large vocabulary would take more memory than the rest of the model."""
     rows = np.asarray(tensor.data).reshape(prod(tensor.shape[:-1]), -1)
-    step = max(1, _FLOATS_AT_ONCE // k)
-    parts = [(len(part), part.reshape(-1)) for part in (rows[i : i + step] for i in range(0, len(rows), step))]
-    levels = [quantise_8bit(dequantise(raw, tensor.ggml_type, (count, k))) for count, raw in parts]
-    level, scale, minimum = (np.concatenate([p[i] for p in levels]) for i in range(3))
-    return Levels(level, scale, minimum, 8)
+    step, scales = max(1, _FLOATS_AT_ONCE // k), (len(rows), k // GROUP)
+    levels = Levels(np.empty((len(rows), k), np.uint8), np.empty(scales, np.float32), np.empty(scales, np.float32), 8)
+    for i in range(0, len(rows), step):
+        raw = rows[i : i + step]
+        few = quantise_8bit(dequantise(raw.reshape(-1), tensor.ggml_type, (len(raw), k)))
+        for whole, part in zip(levels[:3], few[:3], strict=True):
+            whole[i : i + step] = part
+    return levels
 
 
 def quantise_8bit(w: Array) -> Levels:
@@ -173,8 +178,10 @@ def quantise_8bit(w: Array) -> Levels:
     groups = w.reshape(len(w), -1, GROUP)
     scale = _short((np.abs(groups).max(-1) / 127).astype(np.float32))
     safe = np.where(scale > 0, scale, 1)[..., None]
-    level = (np.rint(groups / safe).clip(-127, 127) + 128).astype(np.uint8)
-    return Levels(level.reshape(w.shape), scale, -128 * scale, 8)
+    level = groups / safe
+    np.rint(level, out=level).clip(-127, 127, out=level)
+    level += 128
+    return Levels(level.astype(np.uint8).reshape(w.shape), scale, -128 * scale, 8)
 
 
 def _short(scale: Array) -> Array:
@@ -209,22 +216,48 @@ def pack_matrices(tensors: Sequence[Tensor], rows: Sequence[Array | None] | None
     """Several matrices of equal input size as one, stacked; `rows[i]` reorders the outputs of tensor i.
 
     Unquantised matrices become bfloat16. `exact`: nothing is rounded; what has no exact packing becomes float32.
+    Large ones in their own order are packed a stretch of rows at a time: whole, they lie in memory several times.
     """
-    orders = rows or [None] * len(tensors)
-    kinds = {t.ggml_type for t in tensors}
+    bits = _bits({t.ggml_type for t in tensors}, exact)
+    counts = [prod(t.shape[:-1]) for t in tensors]
+    is_small = sum(prod(t.shape) for t in tensors) <= _WEIGHTS_AT_ONCE
+    if is_small or rows is not None or any(count % TILE for count in counts[:-1]):
+        return _pack_whole(tensors, rows or [None] * len(tensors), bits)
+    return joined((part for t in tensors for part in _pack_stretches(t, bits)), sum(counts))
+
+
+def _bits(kinds: set[str], exact: bool) -> int:
+    """Of a weight of a matrix of these types, packed."""
     if kinds & _FLOATS.keys() or (exact and not kinds <= _BLOCKS.keys()):
+        return 16 if not exact or kinds == {"BF16"} else 32
+    return max(_BLOCKS[kind][0] if kind in _BLOCKS else 8 for kind in kinds)  # a byte holds fewer bits, too
+
+
+def _pack_whole(tensors: Sequence[Tensor], orders: Sequence[Array | None], bits: int) -> PackedMatrix:
+    if bits >= 16:
         parts = [dense(t).reshape(-1, _columns(t)) for t in tensors]
-        stacked = np.concatenate([p if r is None else p[r] for p, r in zip(parts, orders, strict=True)])
-        return pack_dense(stacked, 16 if not exact or kinds == {"BF16"} else 32)
-    levels = [levels_of(t) for t in tensors]
-    if len({p.bits for p in levels}) > 1:
-        levels = [p._replace(bits=8) for p in levels]  # a byte holds fewer bits, too
-    ordered = [p if r is None else _take(p, r) for p, r in zip(levels, orders, strict=True)]
-    level, scale, minimum = (np.concatenate([p[i] for p in ordered]) for i in range(3))
-    return pack(level, scale, minimum, levels[0].bits)
+        return pack_dense(np.concatenate([p if r is None else p[r] for p, r in zip(parts, orders, strict=True)]), bits)
+    levels = [p if r is None else _take(p, r) for p, r in zip(map(levels_of, tensors), orders, strict=True)]
+    level, scale, minimum = (np.concatenate([p[i] for p in levels]) for i in range(3))
+    return pack(level, scale, minimum, bits)
 
 
-def _take(p: Levels, rows: Array) -> Levels:
+def _pack_stretches(tensor: Tensor, bits: int) -> Iterator[PackedMatrix]:
+    """Some rows after the other, whole tiles each but the last. What is requantised has its levels beforehand."""
+    count, k = prod(tensor.shape[:-1]), _columns(tensor)
+    step = max(TILE, _WEIGHTS_AT_ONCE // k // TILE * TILE)
+    stretches = [slice(start, min(count, start + step)) for start in range(0, count, step)]
+    if bits < 16 and tensor.ggml_type not in _BLOCKS:
+        levels = levels_of(tensor)
+        yield from (pack(*_take(levels, rows)[:3], bits) for rows in stretches)
+        return
+    data = np.asarray(tensor.data).reshape(count, -1)
+    for rows in stretches:
+        part = Part(tensor.name, (rows.stop - rows.start, k), tensor.ggml_type, data[rows].reshape(-1))
+        yield _pack_whole([part], [None], bits)
+
+
+def _take(p: Levels, rows: Array | slice) -> Levels:
     return Levels(p.level[rows], p.scale[rows], p.minimum[rows], p.bits)
 
 
