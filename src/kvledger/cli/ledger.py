@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvledger.cli import plan_options as o
-from kvledger.cli.output import emit, emit_json
+from kvledger.cli.output import emit
 from kvledger.errors import ConfigError
 from kvledger.plan.query import MOST_TOKENS
 from kvledger.units import parse_count
@@ -45,14 +45,13 @@ def ledger(
     explain: o.Explain = False,
 ) -> None:
     """One of the six ledgers of KV memory, every figure explained."""
-    from kvledger.cli.tables import show_ledger
+    from kvledger.cli.tables import tell_ledger
     from kvledger.plan import ledgers
     from kvledger.plan.memory import CONTEXTS
     from kvledger.plan.workload import find_workload
 
     if name is None:
-        for key, (_, words) in ledgers.LEDGERS.items():
-            emit(f"{key:12} {words}")
+        _list_all()
         return
     query = None
     if model is not None:
@@ -71,11 +70,14 @@ def ledger(
         block_size=block_size or 16,
         as_lesson=as_lesson,
     )
-    made = ledgers.ledger(name, ask)
-    if as_json:
-        emit_json(made.to_json())
-    else:
-        show_ledger(made, explain)
+    tell_ledger(ledgers.ledger(name, ask), as_json, explain)
+
+
+def _list_all() -> None:
+    from kvledger.plan.ledgers import LEDGERS
+
+    for name, (_, words) in LEDGERS.items():
+        emit(f"{name:12} {words}")
 
 
 def _counts(text: str | None) -> tuple[int, ...]:

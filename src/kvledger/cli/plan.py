@@ -61,12 +61,8 @@ def plan(
 ) -> None:
     """Will this model fit these devices, for how many requests, how fast, at what cost."""
     if find or target:
-        if not find or not target:
-            raise ConfigError('--target and --find go together: --target "concurrency=64 context=8k tpot=50ms" --find')
-        only: dict[str, Any] = {name: (n,) for name, n in (("tp", tp), ("pp", pp), ("dp", dp)) if n > 1}
-        only |= {"weights": (weights,)} if weights else {}
-        only |= {"kv_dtypes": (kv_dtype.lower(),)} if kv_dtype != "auto" else {}
-        _find(model, target, devices, as_json, html, engine=engine or "vllm", efficiency=efficiency, **only)
+        only = _held_to(tp, pp, dp, weights, kv_dtype) | {"engine": engine or "vllm", "efficiency": efficiency}
+        _find(model, _sought(find, target), devices, as_json, html, **only)
         return
     query = o.query_of(
         model, device, tp=tp, pp=pp, dp=dp, dp_attention=dp_attention, context=context, output=output, prefix=prefix,
@@ -115,6 +111,20 @@ def _show(made: Plan, more: tuple[Ledger, ...], explain: bool) -> None:
         show_ledger(ledger, explain)
 
 
+def _sought(find: bool, target: str | None) -> str:
+    """The target's text. Raises ConfigError for one of the two options without the other."""
+    if not find or not target:
+        raise ConfigError('--target and --find go together: --target "concurrency=64 context=8k tpot=50ms" --find')
+    return target
+
+
+def _held_to(tp: int, pp: int, dp: int, weights: str | None, kv_dtype: str) -> dict[str, Any]:
+    """What the search may not choose, because it was given."""
+    only: dict[str, Any] = {name: (n,) for name, n in (("tp", tp), ("pp", pp), ("dp", dp)) if n > 1}
+    only |= {"weights": (weights,)} if weights else {}
+    return only | ({"kv_dtypes": (kv_dtype.lower(),)} if kv_dtype != "auto" else {})
+
+
 def _find(model: str, text: str, devices: str | None, as_json: bool, html: Path | None, **only: Any) -> None:
     from kvledger.cli.plan_view import found_json, show_found
     from kvledger.models import resolve_model
@@ -133,26 +143,18 @@ def _find(model: str, text: str, devices: str | None, as_json: bool, html: Path 
 
 
 def _as_lesson(query: Query, as_json: bool, explain: bool) -> None:
-    from kvledger.cli.tables import show_ledger
+    from kvledger.cli.tables import tell_ledger
     from kvledger.plan.ledgers import Ask, ledger
     from kvledger.plan.memory import CONTEXTS
 
-    made = ledger("concurrency", Ask(query, sorted({*CONTEXTS, query.context}), as_lesson=True))
-    if as_json:
-        emit_json(made.to_json())
-    else:
-        show_ledger(made, explain)
+    tell_ledger(ledger("concurrency", Ask(query, sorted({*CONTEXTS, query.context}), as_lesson=True)), as_json, explain)
 
 
 def _compare(query: Query, as_json: bool) -> None:
-    from kvledger.cli.tables import show_ledger
+    from kvledger.cli.tables import tell_ledger
     from kvledger.plan.profiles.compare import compare_ledger  # type: ignore[import-not-found,unused-ignore]
 
-    made = compare_ledger(query.model, query.device, query.setup())
-    if as_json:
-        emit_json(made.to_json())
-    else:
-        show_ledger(made)
+    tell_ledger(compare_ledger(query.model, query.device, query.setup()), as_json)
 
 
 def _write(path: Path, page: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -17,6 +17,8 @@ from kvledger.units import GIB, parse_bytes, parse_count, parse_seconds
 if TYPE_CHECKING:
     from kvledger.build import Loaded
     from kvledger.server.served import Served
+    from kvledger.server.state import Settings
+    from kvledger.spec.config import EngineConfig
 
 app = typer.Typer(add_completion=False)
 _CACHE, _SCHED, _EXEC = CacheConfig(), SchedulerConfig(), ExecConfig()
@@ -60,10 +62,7 @@ def serve(
 ) -> None:
     """Serve a model on this machine with an OpenAI-compatible API."""
     from kvledger.llm import engine_config
-    from kvledger.server.loading import make_loader
-    from kvledger.server.run import HttpServer, allow_many_connections, bind
     from kvledger.server.state import Settings
-    from kvledger.spec.sampling import SamplingParams
 
     config = engine_config(
         kv_memory_bytes=parse_bytes(kv_memory) if kv_memory else None,
@@ -95,20 +94,8 @@ def serve(
         log_json=log_json,
         log_prompts=log_prompts,
     )
-    chosen: dict[str, Any] = {k: v for k, v in {"temperature": temperature, "top_p": top_p}.items() if v is not None}
-    replace(SamplingParams(), **chosen)  # refuses now what every request would be refused for
-    sock = bind(host, port)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-    status = StatusLine()
-    loader = make_loader(model, config, tuple(served_model_name), chosen, _announcer(url, status))
-    server = HttpServer(settings, _telling(loader, status), sock, int(parse_seconds(drain_timeout)))
-    allow_many_connections()
-    code = server.serve_until_done()
-    if server.is_stuck:
-        os._exit(code)
-    if isinstance(server.engine_error, KvledgerError):
-        raise server.engine_error
-    raise typer.Exit(code)
+    names, sampling = tuple(served_model_name), _sampling(temperature=temperature, top_p=top_p)
+    _serve(model, config, settings, host, port, int(parse_seconds(drain_timeout)), names, sampling)
 
 
 def one_of(option: str, value: str, known: tuple[str, ...]) -> str:
@@ -116,6 +103,37 @@ def one_of(option: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
         raise ConfigError(f"{option} {value!r} is not one of {', '.join(known)}")
     return value
+
+
+def _sampling(**chosen: float | None) -> dict[str, Any]:
+    """Defaults that were given. Raises what every request with them would be refused for."""
+    from kvledger.spec.sampling import SamplingParams
+
+    given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    replace(SamplingParams(), **given)
+    return given
+
+
+def _serve(
+    model: str, config: EngineConfig, settings: Settings, host: str, port: int, drain_s: int,
+    names: tuple[str, ...], sampling: dict[str, Any],
+) -> NoReturn:  # fmt: skip
+    """Listen, load, serve until told to stop, and leave with what that gave. Raises what the engine died of."""
+    from kvledger.server.loading import make_loader
+    from kvledger.server.run import HttpServer, allow_many_connections, bind
+
+    sock = bind(host, port)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+    status = StatusLine()
+    loader = make_loader(model, config, names, sampling, _announcer(url, status))
+    server = HttpServer(settings, _telling(loader, status), sock, drain_s)
+    allow_many_connections()
+    code = server.serve_until_done()
+    if server.is_stuck:
+        os._exit(code)
+    if isinstance(server.engine_error, KvledgerError):
+        raise server.engine_error
+    raise typer.Exit(code)
 
 
 def _telling(loader: Any, status: StatusLine) -> Any:

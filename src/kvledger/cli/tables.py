@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvledger.cli.output import emit_json
 from kvledger.plan.explain import Figure
 from kvledger.plan.ledger import Cell, Ledger, Table
 
@@ -39,6 +40,14 @@ def show_ledger(ledger: Ledger, explain: bool = False) -> None:
         out.print(f"· {_safe(note)}")
     if not explain and any(f.is_assumed for f in ledger.all_figures()):
         out.print(ASSUMED)
+
+
+def tell_ledger(ledger: Ledger, as_json: bool, explain: bool = False) -> None:
+    """As one JSON document, or as `show_ledger` does."""
+    if as_json:
+        emit_json(ledger.to_json())
+    else:
+        show_ledger(ledger, explain)
 
 
 def show_accounts(figures: Iterable[Figure], out: Console) -> None:
