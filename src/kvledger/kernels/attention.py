@@ -111,6 +111,15 @@ def write_row(total, source, out, dim, spread):  # type: ignore[no-untyped-def]
         transform(out, dim, spread)
 
 
+@inline
+def write_rows(state, total, rows, row, row0, heads, head, ratio, out, dim, spread):  # type: ignore[no-untyped-def]
+    """The merged outputs of a segment's query rows [row0, row0 + rows) of one KV head; `row` is its first token's."""
+    for r in range(rows):
+        token, shared = row + (row0 + r) // ratio, (row0 + r) % ratio
+        to = out + ((token * heads + head) * ratio + shared) * dim * 4
+        write_row(state + (MAX_ROWS + r) * 4, total + r * dim * 4, to, dim, spread)
+
+
 # ---------------------------------------------------------------------------------------------- the kernels
 
 # names bound per variant
@@ -262,6 +271,36 @@ def name_item(kind, size, item, work, pages, place, shape, first, tiles, keys, v
     name_following(kind, size, there + place[4:], start, oldest, newest, shape, first, tiles, keys, values)
 
 
+@inline
+def name_next(kind, size, span, ends, item, work, pages, place, shape, first, tiles, keys, values):  # type: ignore[no-untyped-def]
+    """As `name_following`, whatever is read next: the unit's next span, else what this thread is likely to take.
+
+    `ends`: end of the unit's spans, first key that a row sees, end of the keys, number of items, threads.
+    """
+    end, oldest, newest, num_items, threads = ends
+    if span + 1 < end:
+        name_following(kind, size, place, (span + 1) * SPAN, oldest, newest, shape, first, tiles, keys, values)
+    else:
+        other = min(item + threads, num_items - 1)
+        name_item(kind, size, other, work, pages, place, shape, first, tiles, keys, values)
+
+
+@inline
+def scratch_of(thread, ctx, q_size, vdim):  # type: ignore[no-untyped-def]
+    """A thread's scratch (`scratch_bytes`): scores, weights, addresses of keys' and of values' tiles; largest scores of
+    rows, then their sums, of a span and of all spans so far; the output of all spans and of one; a span in form.
+    """
+    scores = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
+    p = scores + MAX_ROWS * SPAN * 4
+    keys = p + MAX_ROWS * SPAN * q_size
+    values = keys + NAMES_BYTES
+    sums = values + NAMES_BYTES
+    state = sums + MAX_ROWS * 8
+    total = state + MAX_ROWS * 8
+    part = total + MAX_ROWS * vdim * 4
+    return scores, p, keys, values, sums, state, total, part, part + MAX_ROWS * vdim * 4
+
+
 def _attention(op: int, ctx: int, thread: int) -> None:
     """Arguments: q, out, offset, bytes of a block, group, KV heads, ratio, dim, padded dim, block size, window, cap,
     rows allocated, tile configuration, kind, value dim, bytes of a head; group, offset, bytes of a head and tokens of
@@ -281,15 +320,7 @@ def _attention(op: int, ctx: int, thread: int) -> None:
     newest_head, residual, spread = simd.get_i64(op + 160), simd.get_i64(op + 168), simd.get_i64(op + 176)
     segments, units = simd.get_i64(ctx + 8 * SEGMENTS), simd.get_i64(ctx + 8 * UNITS)
     partials = simd.get_i64(ctx + 8 * PARTIALS)
-    scores = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
-    p = scores + MAX_ROWS * SPAN * 4
-    keys = p + MAX_ROWS * SPAN * Q_SIZE
-    values = keys + NAMES_BYTES
-    own_sums = values + NAMES_BYTES  # largest scores of rows and their sums, of a span
-    state = own_sums + MAX_ROWS * 8  # of all spans so far
-    total = state + MAX_ROWS * 8
-    own_part = total + MAX_ROWS * vdim * 4
-    staged = own_part + MAX_ROWS * vdim * 4
+    scores, p, keys, values, own_sums, state, total, own_part, staged = scratch_of(thread, ctx, Q_SIZE, vdim)
     scales = words_at(staged, dim) if SIZE == 1 else staged + SPAN * (dim + vdim) * SIZE if kind == INT8 else 0
     shape, work = (block, dim, vdim), (heads, ratio, window, units, segments)
     pages = tables, stride, offset, head_bytes
@@ -321,11 +352,9 @@ def _attention(op: int, ctx: int, thread: int) -> None:
             first, tiles = tiles_seen(start, oldest, newest)
             if first < tiles:
                 tiles_of(kind, SIZE, place, first, tiles, start, newest, block, dim, vdim, keys, values, staged)
-                if IN_PLACE and span + 1 < span0 + num_spans:
-                    name_following(kind, SIZE, place, start + SPAN, oldest, newest, shape, first, tiles, keys, values)
-                elif IN_PLACE:  # what this thread is likely to take next
-                    other = min(item + threads, num_items - 1)
-                    name_item(kind, SIZE, other, work, pages, place, shape, first, tiles, keys, values)
+                if IN_PLACE:
+                    ends = span0 + num_spans, oldest, newest, num_items, threads
+                    name_next(kind, SIZE, span, ends, item, work, pages, place, shape, first, tiles, keys, values)
                 else:
                     repeat_last(first, tiles, keys, values)
                 scores_of(qr, q_bytes, rows, keys, values, first, tiles, dim, scores)
@@ -336,10 +365,7 @@ def _attention(op: int, ctx: int, thread: int) -> None:
             if partial < 0:
                 merge_rows(state, total, sums, part, rows, vdim, apart)
         if partial < 0:
-            for r in range(rows):
-                row = first_row + (row0 + r) // ratio
-                to = out + ((row * heads + head) * ratio + (row0 + r) % ratio) * vdim * 4
-                write_row(state + (MAX_ROWS + r) * 4, total + r * vdim * 4, to, vdim, spread)
+            write_rows(state, total, rows, first_row, row0, heads, head, ratio, out, vdim, spread)
     if HAS_AMX:
         simd.tile_release(0)
 
@@ -365,10 +391,7 @@ def _merge(op: int, ctx: int, thread: int) -> None:
         for span in range(num_spans):
             sums = partial_at(partials, (partial + span) * heads + head, dim)
             merge_rows(state, total, sums, sums + SPLIT_ROWS * 8, rows, dim, SPLIT_ROWS * 4)
-        for r in range(rows):
-            row = first_row + (row0 + r) // ratio
-            to = out + ((row * heads + head) * ratio + (row0 + r) % ratio) * dim * 4
-            write_row(state + (MAX_ROWS + r) * 4, total + r * dim * 4, to, dim, spread)
+        write_rows(state, total, rows, first_row, row0, heads, head, ratio, out, dim, spread)
 
 
 @inline

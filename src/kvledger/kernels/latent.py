@@ -43,6 +43,32 @@ def spread_row(row, latent, rope, spread, rope_spread):  # type: ignore[no-untyp
         transform(row + latent * 4, rope, rope_spread)
 
 
+@inline
+def norm_latent(source, latent, eps, norm, work):  # type: ignore[no-untyped-def]
+    """work = RMSNorm of the latent."""
+    factor = simd.splat(inverse_rms(source, latent, eps))
+    for d in range(0, latent, 16):
+        normed = simd.mul(simd.mul(simd.load_f32(source + 4 * d), factor), simd.load_f32(norm + 4 * d))
+        simd.store_f32(work + 4 * d, normed)
+
+
+@inline
+def scale_query(source, latent, scale, work):  # type: ignore[no-untyped-def]
+    """work = the part of a query that is in the latent's space, × scale."""
+    wide = simd.splat(scale)
+    for d in range(0, latent, 16):
+        simd.store_f32(work + 4 * d, simd.mul(simd.load_f32(source + 4 * d), wide))
+
+
+@inline
+def write_latent(kind, work, elements, page, within, block, latent, dim):  # type: ignore[no-untyped-def]
+    """A row's latent and rope key, rounded at `elements`, to its place in a page."""
+    word = to_latent_elements(kind, work, elements, latent, dim)
+    write_key(kind, elements, page, within, block, dim)
+    if kind == INT8:
+        write_key_word(word, page, within, block, dim)
+
+
 def _latent_write(op: int, ctx: int, thread: int) -> None:
     """Arguments: kv, bytes between its rows, queries, bytes between their rows, queries in latent space, q, offset,
     bytes of a block, group, heads, latent, rope, nope, padded dim, block size, angles, scale, norm, eps, kind,
@@ -77,22 +103,12 @@ def _latent_write(op: int, ctx: int, thread: int) -> None:
             segment = np.int64(simd.get_i32(segment_of + 4 * row))
             number = np.int64(simd.get_i32(tables + segment * stride + position // block * 4))
             source = kv + row * ldkv
-            factor = simd.splat(inverse_rms(source, latent, eps))
-            for d in range(0, latent, 16):
-                normed = simd.mul(simd.mul(simd.load_f32(source + 4 * d), factor), simd.load_f32(norm + 4 * d))
-                simd.store_f32(work + 4 * d, normed)
+            norm_latent(source, latent, eps, norm, work)
             rotate(source + latent * 4, work + latent * 4, rope, rope, at, np.float32(1))
             spread_row(work, latent, rope, spread, rope_spread)
-            word = to_latent_elements(kind, work, elements, latent, dim)
-            to = pool + number * block_bytes
-            write_key(kind, elements, to, position % block, block, dim)
-            if kind == INT8:
-                write_key_word(word, to, position % block, block, dim)
-            wide = simd.splat(scale)
+            write_latent(kind, work, elements, pool + number * block_bytes, position % block, block, latent, dim)
             for h in range(heads):
-                seen = absorbed + (row * heads + h) * latent * 4
-                for d in range(0, latent, 16):
-                    simd.store_f32(work + 4 * d, simd.mul(simd.load_f32(seen + 4 * d), wide))
+                scale_query(absorbed + (row * heads + h) * latent * 4, latent, scale, work)
                 turned = queries + row * ldq + (h * (nope + rope) + nope) * 4
                 rotate(turned, work + latent * 4, rope, rope, at, scale)
                 spread_row(work, latent, rope, spread, rope_spread)
