@@ -13,7 +13,7 @@ import pytest
 from kvledger.kernels import attention as att
 from kvledger.kernels import attention_loops as loops
 from kvledger.kernels import elementwise as ew
-from kvledger.kernels import gated, isa, kv_int4, kv_pages, kv_write, simd
+from kvledger.kernels import gated, isa, kv_int4, kv_pages, kv_write, simd, turned
 from kvledger.kernels import latent as mla
 from kvledger.kernels import matmul as mm
 from kvledger.kernels import matmul_amx as amx
@@ -25,7 +25,7 @@ from kvledger.kernels.team import Team, empty_program, next_item
 from kvledger.spec.kv import FullKV, KVStorage, LatentKV
 
 RNG = np.random.default_rng(7)
-INTEGER = ["int8", "int8x2"] if isa.ISA.vnni else ["int8", "int16"]
+INTEGER = ["int8", "int8x2", "turned"] if isa.ISA.vnni else ["int8", "int16"]
 SPREAD = ("int8", "fp8_e4m3")  # kept transformed
 NOPE, EPS = 16, 1e-5  # of latent attention: channels of a query that are not read as they are; and the latent's norm
 LATENT_NORM = (1 + 0.3 * RNG.standard_normal(512)).astype(np.float32)
@@ -96,8 +96,17 @@ def rounded(x, mode):
         return ref.to_bf16(x)
     if mode == "fp32":
         return x
-    level, scale = ref.quantise(x, LOW_BITS[mode])
+    if mode == "turned":
+        level, scale = ref.quantise(as_rounded(x, mode), 0)
+        level = ref.turn(level)
+    else:
+        level, scale = ref.quantise(x, LOW_BITS[mode])
     return (level.reshape(len(x), -1, 32) * scale[..., None]).reshape(x.shape)
+
+
+def as_rounded(x, mode):
+    """The numbers that are rounded."""
+    return ref.turn(x) / 16 if mode == "turned" else x
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -150,19 +159,34 @@ def test_norm_and_quantise(team, mode):
     run(team, [ew.norm_quantise(x.ctypes.data, weight, acts, 1e-5, mode)], 19)
     got, scale = unpacked(acts, 19, mode)
     expected = ref.rms_norm(x, weight, 1e-5)
-    assert np.abs(got - expected).max() <= 0.51 * scale.max() + 1e-6
+    assert np.abs(as_rounded(got - expected, mode)).max() <= 0.51 * scale.max() + 1e-6
+
+
+def levels_of(acts, rows, mode):
+    """int32[rows, groups, 32]."""
+    is_turned = mode == "turned" and rows >= turned.MANY_ROWS
+    size = pk.bytes_of_terms(turned.MANY) if is_turned else pk.x_bytes(mode)
+    used = acts.values.reshape(-1)[: -(-rows // 16) * 16 * acts.cols // 32 * size]
+    values = used.reshape(-1, acts.cols // 32, 16, size).transpose(0, 2, 1, 3).reshape(-1, acts.cols // 32, size)[:rows]
+    if mode == "int16":
+        level = np.empty((rows, acts.cols // 32, 32), np.int32)
+        level[:, :, pk.ORDER] = values.view(np.int16)
+        return level
+    terms = values.view(np.int8).reshape(rows, acts.cols // 32, -1, 32).astype(np.int32)
+    if is_turned:
+        return ref.turn(terms[:, :, 0])
+    shift = turned.TERM_SHIFT if mode == "turned" else pk.TERM_BITS[mode]
+    return terms[:, :, 0] if mode == "int8" else (terms[:, :, 0] << shift) + terms[:, :, 1]
+
+
+def scales_of(acts, rows):
+    """Scales, sums and starts: [3, rows, groups]."""
+    return acts.scales.transpose(2, 0, 3, 1).reshape(3, -1, acts.cols // 32)[:, :rows]
 
 
 def unpacked(acts, rows, mode):
     """(values, scales) of quantised activations."""
-    values = acts.values.transpose(0, 2, 1, 3).reshape(-1, acts.cols // 32, pk.x_bytes(mode))[:rows]
-    if mode == "int16":
-        level = np.empty((rows, acts.cols // 32, 32), np.int32)
-        level[:, :, pk.ORDER] = values.view(np.int16)
-    else:
-        terms = values.view(np.int8).reshape(rows, acts.cols // 32, -1, 32).astype(np.int32)
-        level = terms[:, :, 0] if mode == "int8" else (terms[:, :, 0] << pk.TERM_BITS[mode]) + terms[:, :, 1]
-    scale, total = (acts.scales[:, :, i].transpose(0, 2, 1).reshape(-1, acts.cols // 32)[:rows] for i in (0, 1))
+    level, (scale, total, _) = levels_of(acts, rows, mode), scales_of(acts, rows)
     assert np.allclose(total, scale * level.sum(-1), rtol=1e-6)
     return (level * scale[..., None]).reshape(rows, -1), scale
 
@@ -192,11 +216,11 @@ def test_gate(team, activation):
     run(team, [ew.gate_quantise(x.ctypes.data, acts, INTEGER[-1], activation)], 9)
     got, scale = unpacked(acts, 9, INTEGER[-1])
     expected = getattr(ref, activation)(x[:, :64]) * x[:, 64:]
-    assert np.abs(got - expected).max() <= 0.51 * scale.max() + 1e-6
+    assert np.abs(as_rounded(got - expected, INTEGER[-1])).max() <= 0.51 * scale.max() + 1e-6
 
 
 def quantised(team, x, cols, mode, kind):
-    """Bytes of each row's values and scales."""
+    """Each row's values, then scales and sums, as bytes; of integers their levels, in whichever form they are kept."""
     acts, source = pk.Activations.empty(len(x), cols, mode), np.ascontiguousarray(x).ctypes.data
     if kind in ("silu", "gelu"):
         op = ew.gate_quantise(source, acts, mode, kind)
@@ -206,10 +230,13 @@ def quantised(team, x, cols, mode, kind):
     else:
         op = ew.norm_quantise(source, LATENT_NORM[:cols] if kind == "normed" else None, acts, 1e-5, mode)
     run(team, [op], len(x))
-    blocks = len(acts.values)
-    values = np.swapaxes(acts.values, 1, 2).reshape(16 * blocks, -1)
-    scales = np.ascontiguousarray(acts.scales.transpose(0, 3, 1, 2)).view(np.uint8).reshape(16 * blocks, -1)
-    return np.concatenate([values, scales], axis=1)[: len(x)]
+    rows = len(x)
+    if mode in INTEGER:
+        values = levels_of(acts, rows, mode).reshape(rows, -1)
+    else:
+        values = np.swapaxes(acts.values, 1, 2).reshape(16 * len(acts.values), -1)[:rows]
+    scales = np.ascontiguousarray(scales_of(acts, rows)[:2].transpose(1, 2, 0)).reshape(rows, -1)
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in (values, scales)], axis=1)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -237,7 +264,7 @@ def test_groups_are_quantised_alone_as_sixteen_together(team):
     for mode in INTEGER:
         together = quantised(team, x, 544, mode, "plain")[0]
         alone = [quantised(team, x[:, at : at + 32], 32, mode, "plain")[0] for at in range(0, 544, 32)]
-        size = 17 * pk.x_bytes(mode)
+        size = 17 * 32 * 4
         assert np.array_equal(np.concatenate([a[: size // 17] for a in alone]), together[:size])
         assert np.array_equal(np.concatenate([a[size // 17 :] for a in alone]), together[size:])
 

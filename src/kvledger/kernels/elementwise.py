@@ -21,6 +21,7 @@ from kvledger.kernels.quantise import (
     GROUP_BYTES,
     SIXTEEN,
     WORK_FACTORS,
+    form,
     has_scales,
     quantise_group,
     quantise_groups,
@@ -126,8 +127,8 @@ def _norm_quantise(op: int, ctx: int, thread: int) -> None:
     shift, level = simd.get_i64(op + 56), np.float32(simd.get_i64(op + 64))
     stride, index, share = simd.get_i64(op + 72), simd.get_i64(op + 80), simd.get_i64(op + 88)
     work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
-    out = (values, scales, dim // 32, shift, level)
     rows, threads = num_rows(op, ctx), simd.get_i64(ctx + 8 * NUM_THREADS)
+    out = (values, scales, dim // 32, form(shift, rows), level)
     blocks = rows // (16 * threads) * threads if index == 0 and has_scales(shift) else 0
     chunk = max(1, (rows - 16 * blocks) // (4 * threads))
     while True:
@@ -206,8 +207,8 @@ def _gate_quantise(op: int, ctx: int, thread: int) -> None:
     kind = simd.get_i64(op + 56)
     work = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     groups, stride = dim // 32, 2 * dim * 4
-    out = (values, scales, groups, shift, level)
     rows = num_rows(op, ctx)
+    out = (values, scales, groups, form(shift, rows), level)
     blocks = rows // 16 if has_scales(shift) else 0
     runs = -(-groups // SIXTEEN)
     chunk = max(1, blocks * groups // (8 * simd.get_i64(ctx + 8 * NUM_THREADS)))
@@ -310,7 +311,7 @@ def into(out: Activations) -> list[int]:
 
 def levels(mode: str) -> list[int]:
     """How integers of a mode are made: `TERM_BITS`, and the largest."""
-    assert mode in ("int8", FINE, *FLOAT_MODES), f"no product takes {mode} here"
+    assert mode in ("int8", FINE, "turned", *FLOAT_MODES), f"no product takes {mode} here"
     return [TERM_BITS[mode], MAX_LEVEL.get(mode, 0)]
 
 

@@ -259,8 +259,16 @@ class Emit:
         """y where x is not a number."""
         return self.select(x < y, x, y)
 
+    def halve(self, x: Val, join: Callable[[Val, Val], Val]) -> Val:
+        """Reduce by halves: lanes i and i + 8, then 4, 2, 1: one fixed tree on every CPU."""
+        width = LANES
+        while width > 1:
+            width //= 2
+            x = join(*(self.shuffle(x, x, range(start, start + width)) for start in (0, width)))
+        return Val(self, self.b.extract_element(x.v, ir.Constant(I32, 0)))
+
     def reduce_rows(self, rows: Sequence[Val], join: Callable[[Val, Val], Val]) -> Val:
-        """Lane r is row r's 16 lanes joined, by `simd.reduce_…`'s tree: halves of lanes first, of two rows at once."""
+        """Lane r is row r's 16 lanes joined, by `halve`'s tree: halves of lanes first, of two rows at once."""
         half = LANES // 2
         while len(rows) > 1:
             low, high = ([i for i in range(2 * LANES) if i & half == side] for side in (0, half))

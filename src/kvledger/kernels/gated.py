@@ -16,7 +16,7 @@ from kvledger.kernels.elementwise import ACTIVATIONS, gate_row, gate_sixteen, in
 from kvledger.kernels.jit import Kernel, inline
 from kvledger.kernels.matmul import NUM_THREADS, PANEL_BYTES, SCRATCH, SCRATCH_BYTES, VARIANTS, num_rows, shift_of
 from kvledger.kernels.packed import TILE, Activations, PackedMatrix
-from kvledger.kernels.quantise import GROUP_BYTES, WORK_BYTES, quantise_rows
+from kvledger.kernels.quantise import GROUP_BYTES, WORK_BYTES, form, quantise_rows
 from kvledger.kernels.team import next_item
 
 FEW_ROWS = 8  # up to as many read weights at the memory's speed: tiles of several groups of 32 in turn, as they lie
@@ -48,14 +48,14 @@ def _gated(op: int, ctx: int, thread: int) -> None:
     x, xs, w, bias = simd.get_i64(op + 8), simd.get_i64(op + 16), simd.get_i64(op + 24), simd.get_i64(op + 32)
     groups, shift = simd.get_i64(op + 40), simd.get_i64(op + 48)
     num_results, kind = simd.get_i64(op + 72), simd.get_i64(op + 96)
+    rows, threads = num_rows(op, ctx), simd.get_i64(ctx + 8 * NUM_THREADS)
     out = (
         simd.get_i64(op + 56), simd.get_i64(op + 64), num_results,
-        simd.get_i64(op + 80), np.float32(simd.get_i64(op + 88)),
+        form(simd.get_i64(op + 80), rows), np.float32(simd.get_i64(op + 88)),
     )  # fmt: skip
     panel = simd.get_i64(ctx + 8 * SCRATCH) + thread * simd.get_i64(ctx + 8 * SCRATCH_BYTES)
     work = panel + PANEL_BYTES
     y = work + WORK_BYTES
-    rows, threads = num_rows(op, ctx), simd.get_i64(ctx + 8 * NUM_THREADS)
     run = min(MOST_GROUPS, max(1, num_results // (4 * threads))) if rows <= FEW_ROWS else 1
     ldy, up = run * _GROUP_FLOATS * 4, run * GROUP_BYTES
     while True:

@@ -15,7 +15,7 @@ from kvledger.kernels import simd
 from kvledger.kernels.emit import F32, VF32, VI32, Emit, Val
 from kvledger.kernels.jit import Kernel
 from kvledger.kernels.matmul import NUM_THREADS, num_rows
-from kvledger.kernels.matmul_loops import scale_loader, store_sums, weight_quads
+from kvledger.kernels.matmul_loops import scale_loader, start_sums, store_sums, weight_quads
 from kvledger.kernels.packed import GROUP, ORDER, TILE, Activations, PackedMatrix, group_bytes
 from kvledger.kernels.simd import emitted
 from kvledger.kernels.team import next_item
@@ -45,15 +45,15 @@ def _weights(e: Emit, bits: int, wide: bool, group: Val) -> Any:
 def rows_kernel(bits: int, wide: bool, rows: int) -> Any:
     """A tile of 16 outputs for `rows` rows."""
 
-    def emit(e: Emit, x: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, add: Val) -> None:
-        first = e.load(VF32, bias)
-        sums = [e.var(first) for _ in range(rows)]
+    def emit(e: Emit, x: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, origin: Val) -> None:
+        sums = start_sums(e, rows, bias, y, ldy, origin)
         with e.loop(groups) as g:
             for k, weight in _weights(e, bits, wide, w + g * group_bytes(bits, wide)):
                 for r in range(rows):
                     value = e.load_splat(F32, x + g * (16 * ROW_BYTES), r * ROW_BYTES + k * 4)
-                    sums[r].set(e.fma(weight, value, sums[r].get()))
-        store_sums(e, sums, y, ldy, add)
+                    total = sums[r][0]
+                    total.set(e.fma(weight, value, total.get()))
+        store_sums(e, sums, y, ldy)
 
     return emitted(types.void, [types.int64] * 7, emit)
 

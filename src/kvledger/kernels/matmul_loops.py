@@ -13,8 +13,9 @@ from typing import Any
 from numba.core import types
 
 from kvledger.kernels.emit import F32, I16, I32, VF32, VI32, Emit, Val, vec
-from kvledger.kernels.packed import GROUP, SCALES_BYTES, TILE, group_bytes, x_bytes
+from kvledger.kernels.packed import GROUP, SCALES_BYTES, TILE, bytes_of_terms, group_bytes, x_bytes
 from kvledger.kernels.simd import emitted
+from kvledger.kernels.turned import MANY, turned_weights
 
 PREFETCH_BYTES = 2048  # how far ahead weights are asked for: the hardware stops at every 4 KiB
 PARTS = 4  # of a group, of 8 inputs each
@@ -41,17 +42,6 @@ def weight_quads(e: Emit, bits: int, group: Val, lanes: int = TILE) -> Iterator[
         yield 2 * pair + 1, (both >> 4) & 0x0F0F0F0F
 
 
-def store_sums(e: Emit, sums: list[Any], y: Val, ldy: Val, add: Val) -> None:
-    """y = sums, or y += sums."""
-    for r, total in enumerate(sums):
-        where = y + ldy * r
-        with e.b.if_else(e.b.icmp_signed("!=", add.v, e.i64(0).v)) as (then, otherwise):
-            with then:
-                e.store(e.load(total.get().v.type, where) + total.get(), where)
-            with otherwise:
-                e.store(total.get(), where)
-
-
 def _scaled(e: Emit, total: Any, dot: Val, d: Val, m: Val, xs: Val, row: int) -> None:
     """total += dot · (d · scale) + m · sum: one group's share, the same roundings on every path."""
     lanes = dot.v.type.count
@@ -60,20 +50,43 @@ def _scaled(e: Emit, total: Any, dot: Val, d: Val, m: Val, xs: Val, row: int) ->
     total.set(e.fma(m, x_sum, partial))
 
 
+def start_sums(e: Emit, rows: int, bias: Val, y: Val, ldy: Val, origin: Val, lanes: int = TILE) -> list[list[Any]]:
+    """Sums [row][part of 16 outputs] that begin at `bias`, at y + bias (`origin` 1) or at y (2)."""
+    kind, parts = vec(F32, lanes), range(TILE // lanes)
+    sums = [[e.var(e.load(kind, bias, 4 * lanes * i)) for i in parts] for _ in range(rows)]
+    with e.b.if_then(e.b.icmp_signed("!=", origin.v, e.i64(0).v)):
+        is_new = e.b.icmp_signed("==", origin.v, e.i64(1).v)
+        for r, row in enumerate(sums):
+            for i, total in enumerate(row):
+                there = e.load(kind, y + ldy * r, 4 * lanes * i)
+                total.set(Val(e, e.b.select(is_new, (there + total.get()).v, there.v)))
+    return sums
+
+
+def store_sums(e: Emit, sums: list[list[Any]], y: Val, ldy: Val) -> None:
+    """y = sums, as `start_sums` gives them."""
+    for r, row in enumerate(sums):
+        for i, total in enumerate(row):
+            e.store(total.get(), y + ldy * r, TILE * 4 // len(row) * i)
+
+
+def _prefetch_group(e: Emit, group: Val, size: int) -> None:
+    for line in range(0, size, 64):
+        e.prefetch(group, PREFETCH_BYTES + line)
+
+
 def terms_loop(bits: int, wide: bool, terms: int, rows: int) -> Any:
     """Activations as one or two 8-bit terms, with VNNI. `xs`: scales and sums of the rows."""
     size, weights = group_bytes(bits, wide), TILE * GROUP * bits // 8
     scales, row_bytes = scale_loader(wide), x_bytes("int8" if terms == 1 else "int8x2")
 
     def emit(e: Emit, x: Val, xs: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, shift: Val,
-             add: Val) -> None:  # fmt: skip
-        first = e.load(VF32, bias)
-        sums = [e.var(first) for _ in range(rows)]
+             origin: Val) -> None:  # fmt: skip
+        sums = start_sums(e, rows, bias, y, ldy, origin)
         shifts = e.splat(Val(e, e.b.trunc(shift.v, I32)))
         with e.loop(groups) as g:
             group = w + g * size
-            for line in range(0, size, 64):
-                e.prefetch(group, PREFETCH_BYTES + line)
+            _prefetch_group(e, group, size)
             high = [e.const(VI32, 0)] * rows
             low = [e.const(VI32, 0)] * rows
             for quad, u in weight_quads(e, bits, group):
@@ -86,29 +99,10 @@ def terms_loop(bits: int, wide: bool, terms: int, rows: int) -> Any:
             m = scales(e, group, weights + (size - weights) // 2)
             for r in range(rows):
                 dot = (high[r] << shifts) + low[r] if terms == 2 else high[r]
-                _scaled(e, sums[r], dot, d, m, xs + g * SCALES_BYTES, r)
-        store_sums(e, sums, y, ldy, add)
+                _scaled(e, sums[r][0], dot, d, m, xs + g * SCALES_BYTES, r)
+        store_sums(e, sums, y, ldy)
 
     return emitted(types.void, [types.int64] * 9, emit)
-
-
-def _start(e: Emit, rows: int, bias: Val, y: Val, ldy: Val, origin: Val) -> list[list[Any]]:
-    """Sums [row][half] that begin at `bias`, at y + bias (`origin` 1) or at y (2)."""
-    kind = vec(F32, HALF)
-    sums = [[e.var(e.load(kind, bias, 32 * h)) for h in range(2)] for _ in range(rows)]
-    with e.b.if_then(e.b.icmp_signed("!=", origin.v, e.i64(0).v)):
-        is_new = e.b.icmp_signed("==", origin.v, e.i64(1).v)
-        for r, row in enumerate(sums):
-            for h, total in enumerate(row):
-                there = e.load(kind, y + ldy * r, 32 * h)
-                total.set(Val(e, e.b.select(is_new, (there + total.get()).v, there.v)))
-    return sums
-
-
-def _store(e: Emit, sums: list[list[Any]], y: Val, ldy: Val) -> None:
-    for r, row in enumerate(sums):
-        for h, total in enumerate(row):
-            e.store(total.get(), y + ldy * r, 32 * h)
 
 
 def _row_bytes(is_pairs: bool) -> int:
@@ -169,17 +163,16 @@ def halves_loop(bits: int, wide: bool, is_pairs: bool, rows: int) -> Any:
 
     def emit(e: Emit, x: Val, xs: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, parts: Val,
              origin: Val) -> None:  # fmt: skip
-        sums = _start(e, rows, bias, y, ldy, origin)
+        sums = start_sums(e, rows, bias, y, ldy, origin, HALF)
         with e.loop(groups) as g:
             group = w + g * size
-            for line in range(0, size, 64):
-                e.prefetch(group, PREFETCH_BYTES + line)
+            _prefetch_group(e, group, size)
             dots = _dots(e, is_pairs, rows, x + g * block, parts, _packed(e, bits, is_pairs, group))
             for h in range(2):
                 d, m = (scales(e, group, at + HALF * scale_bytes * h) for at in (weights, (size + weights) // 2))
                 for r in range(rows):
                     _scaled(e, sums[r][h], dots[r][h], d, m, xs + g * SCALES_BYTES, r)
-        _store(e, sums, y, ldy)
+        store_sums(e, sums, y, ldy)
 
     return emitted(types.void, [types.int64] * 9, emit)
 
@@ -200,8 +193,7 @@ def unpack_loop(bits: int, wide: bool, is_pairs: bool) -> Any:
     def emit(e: Emit, w: Val, panel: Val, groups: Val) -> None:
         with e.loop(groups) as g:
             group, to = w + g * size, panel + g * panel_bytes(is_pairs)
-            for line in range(0, size, 64):
-                e.prefetch(group, PREFETCH_BYTES + line)
+            _prefetch_group(e, group, size)
             part = _packed(e, bits, is_pairs, group)
             for p in range(PARTS):
                 halves = part(e.i64(p))
@@ -222,7 +214,7 @@ def panel_loop(is_pairs: bool, rows: int) -> Any:
 
     def emit(e: Emit, x: Val, xs: Val, panel: Val, bias: Val, y: Val, ldy: Val, groups: Val, parts: Val,
              origin: Val) -> None:  # fmt: skip
-        sums = _start(e, rows, bias, y, ldy, origin)
+        sums = start_sums(e, rows, bias, y, ldy, origin, HALF)
         with e.loop(groups) as g:
             group = panel + g * size
 
@@ -235,6 +227,52 @@ def panel_loop(is_pairs: bool, rows: int) -> Any:
                 d, m = (e.load(floats, group, end + 64 * i + 32 * h) for i in range(2))
                 for r in range(rows):
                     _scaled(e, sums[r][h], dots[r][h], d, m, xs + g * SCALES_BYTES, r)
-        _store(e, sums, y, ldy)
+        store_sums(e, sums, y, ldy)
+
+    return emitted(types.void, [types.int64] * 9, emit)
+
+
+# ---------------------------------------------------------------------------------------------- turned
+
+TURNED_BYTES = TILE * GROUP + 2 * TILE * 4  # of a tile's group: bytes, then scales and minima in float32
+
+
+def turn_loop(wide: bool) -> Any:
+    """Turn the 4-bit weights of `groups` groups of a tile to a panel (`turned.py`)."""
+    size, weights, scales = group_bytes(4, wide), TILE * GROUP // 2, scale_loader(wide)
+
+    def emit(e: Emit, w: Val, panel: Val, groups: Val) -> None:
+        with e.loop(groups) as g:
+            group, to = w + g * size, panel + g * TURNED_BYTES
+            _prefetch_group(e, group, size)
+            for quad, u in enumerate(turned_weights(e, [u for _, u in weight_quads(e, 4, group)])):
+                e.store(u, to, quad * 64)
+            for i, at in enumerate((weights, (size + weights) // 2)):
+                e.store(scales(e, group, at), to, TILE * GROUP + i * 64)
+
+    return emitted(types.void, [types.int64] * 3, emit)
+
+
+def turned_loop(wide: bool, rows: int) -> Any:
+    """As `terms_loop` of one term, from a panel of turned weights; asks for as many packed ones at `ahead`."""
+    size, row_bytes = group_bytes(4, wide), bytes_of_terms(MANY)
+
+    def emit(e: Emit, x: Val, xs: Val, panel: Val, bias: Val, y: Val, ldy: Val, groups: Val, ahead: Val,
+             origin: Val) -> None:  # fmt: skip
+        sums = start_sums(e, rows, bias, y, ldy, origin)
+        with e.loop(groups) as g:
+            group, scales = panel + g * TURNED_BYTES, xs + g * SCALES_BYTES
+            for line in range(0, size, 64):
+                e.prefetch(ahead + g * size, line, 2)
+            dots = [e.load_splat(I32, scales, 128 + r * 4) for r in range(rows)]
+            for quad in range(8):
+                u = e.load(VI32, group, quad * 64)
+                for r in range(rows):
+                    at = x + (g * (16 * row_bytes) + r * row_bytes)
+                    dots[r] = e.dot_u8s8(dots[r], u, e.load_splat(I32, at, quad * 4))
+            d, m = (e.load(VF32, group, TILE * GROUP + i * 64) for i in range(2))
+            for r in range(rows):
+                _scaled(e, sums[r][0], dots[r], d, m, scales, r)
+        store_sums(e, sums, y, ldy)
 
     return emitted(types.void, [types.int64] * 9, emit)

@@ -2,8 +2,8 @@
 
 Weights lie in tiles of 16 outputs; per group of 32 inputs a tile holds its bytes ready for the dot product, then 16
 scales and 16 minima. Activations lie by blocks of 16 rows, as [block][group][row][`x_bytes`]: 32 terms, or 32 high ones
-and then 32 low ones, with x = scale · (high · 2^shift + low), or 32 numbers of 16 bits in ORDER; scales, and scale × Σ,
-as [block][group][scales, sums][row]. Knows no kernels, models or files.
+and then 32 low ones, with x = scale · (high · 2^shift + low), or 32 numbers of 16 bits in ORDER; scales, scale × Σ, and
+what `turned.py` starts from, as [block][group][scales, sums, starts][row]. Knows no kernels, models or files.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from typing import Any
 import numpy as np
 
 from kvledger.kernels.isa import ISA
+from kvledger.kernels.turned import FEW, MANY
 
 GROUP = 32  # inputs that share a scale
 TILE = 16  # outputs computed together
-SCALES_BYTES = 128  # of a group of 16 rows: their scales, then their sums
+SCALES_BYTES = 192  # of a group of 16 rows: their scales, their sums, and starts (turned only)
 # How activations are kept: bits of the low of two 8-bit terms, or below 0: bfloat16 as `matmul_amx` reads it, float32
-# as `matmul_f32` does, 16-bit integers.
-TERM_BITS = {"int8": 0, "int8x2": 7, "bf16": -1, "fp32": -2, "int16": -3}
+# as `matmul_f32` does, 16-bit integers, 8-bit ones turned (`turned.py`).
+TERM_BITS = {"int8": 0, "int8x2": 7, "bf16": -1, "fp32": -2, "int16": -3, "turned": FEW}
 FLOAT_MODES = ("bf16", "fp32")  # of activations that are no integers and have no scales
 # Largest integer activation. 15 bits in both forms, so that they give the same numbers.
-MAX_LEVEL = {"int8": 127, "int8x2": 127 * 128 + 63, "int16": 127 * 128 + 63}
+MAX_LEVEL = {"int8": 127, "turned": 127, "int8x2": 127 * 128 + 63, "int16": 127 * 128 + 63}
 # Place i of a group's 32 inputs in 16-bit forms holds input ORDER[i]: as nibbles and bytes fall out of 16-bit lanes.
 ORDER = [8 * p + k for p in range(4) for k in (0, 2, 4, 6, 1, 3, 5, 7)]
 
 
 def bytes_of_terms(term_bits: int) -> int:
-    """Bytes of a row's group of activations kept as `TERM_BITS` tells. Plain enough for Numba."""
-    return 32 if term_bits == 0 else 128 if term_bits == -2 else 64
+    """Bytes of a row's group of activations kept as `TERM_BITS` or `turned.MANY` tells. Plain enough for Numba."""
+    return 32 if term_bits in (0, MANY) else 128 if term_bits == -2 else 64
 
 
 def x_bytes(mode: str) -> int:
@@ -40,14 +41,18 @@ def x_bytes(mode: str) -> int:
     return bytes_of_terms(TERM_BITS[mode])
 
 
-def integer_mode(mode: str, bits: int, *, fine: bool = False) -> str:
-    """`int8`, `int8x2` or `mixed` as this CPU multiplies it best by weights of `bits` bits.
+def integer_mode(mode: str, bits: int, care: int = 0) -> str:
+    """`int8`, `int8x2`, `turned` or `mixed` as this CPU multiplies it best by weights of `bits` bits.
 
     Without dot products of bytes (VNNI) 16-bit integers take no longer than two terms, nor than one by 8-bit weights.
-    `mixed`: 15 bits for products marked `fine`, 8 for the others.
+    `mixed` goes by how much a product's errors matter: `care` 2: 15 bits, or turned where that can be, 1: turned or 8
+    bits, 0: 8 bits. Only 4-bit weights can be turned, and only with VNNI that costs little.
     """
+    turns = bits == 4 and ISA.vnni
     if mode == "mixed":
-        mode = "int8x2" if fine else "int8"
+        mode = ("int8", "turned" if turns else "int8", "turned")[care]
+    if mode == "turned" and not turns:
+        mode = "int8x2"
     if ISA.vnni or (mode == "int8" and bits == 4 and ISA.name == "avx2"):
         return mode
     return "int16"
@@ -145,13 +150,13 @@ class Activations:
 
     cols: int
     values: np.ndarray  # uint8[max_rows / 16, groups, 16, x_bytes]: signed terms, bfloat16 or float32
-    scales: np.ndarray  # float32[max_rows / 16, groups, 2, 16]: scales, then scale × Σ of the integers
+    scales: np.ndarray  # float32[max_rows / 16, groups, 3, 16]: scales, scale × Σ of the integers, starts (int32)
 
     @staticmethod
     def empty(max_rows: int, cols: int, mode: str) -> Activations:
         """Zeroed buffers."""
         blocks, groups, size = -(-max_rows // 16), cols // GROUP, x_bytes(mode)
-        values, scales = aligned((blocks, groups, 16, size), np.uint8), aligned((blocks, groups, 2, 16))
+        values, scales = aligned((blocks, groups, 16, size), np.uint8), aligned((blocks, groups, 3, 16))
         values[:] = 0
         scales[:] = 0
         return Activations(cols, values, scales)

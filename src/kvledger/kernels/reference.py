@@ -25,6 +25,14 @@ def quantise(x: Array, low_bits: int) -> tuple[Array, Array]:
     return np.rint(groups * inverse[..., None]).astype(np.int32).reshape(x.shape), top / np.float32(largest)
 
 
+def turn(x: Array) -> Array:
+    """Each 32 numbers times two Hadamard matrices of 16, unscaled: channels whose numbers differ in bits 1 … 4."""
+    index = np.arange(32)
+    differ = index[:, None] ^ index
+    sign = np.where(np.bitwise_count(index[:, None] & index & ~1) % 2, -1, 1) * (differ & 1 == 0)
+    return np.asarray((x.reshape(-1, 32) @ sign.astype(x.dtype)).reshape(x.shape))
+
+
 def to_bf16(x: Array) -> Array:
     """Nearest bfloat16, ties to even, as float32."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)

@@ -114,20 +114,10 @@ def _below(e: Emit, x: Val, count: Val, y: Val) -> Val:
 below = emitted(_v, [_v, types.int32, _v], _below)
 
 
-def _halve(e: Emit, x: Val, join: Callable[[Val, Val], Val]) -> Val:
-    """Reduce by halves: lanes i and i + 8, then 4, 2, 1: one fixed tree on every CPU."""
-    width = LANES
-    while width > 1:
-        width //= 2
-        low, high = (ir.Constant(vec(I32, width), list(range(s, s + width))) for s in (0, width))
-        x = join(Val(e, e.b.shuffle_vector(x.v, x.v, low)), Val(e, e.b.shuffle_vector(x.v, x.v, high)))
-    return Val(e, e.b.extract_element(x.v, ir.Constant(I32, 0)))
-
-
-reduce_max = emitted(_f, [_v], lambda e, x: _halve(e, x, e.max))
-reduce_min = emitted(_f, [_v], lambda e, x: _halve(e, x, e.min))
-reduce_add = emitted(_f, [_v], lambda e, x: _halve(e, x, lambda a, b: a + b))
-reduce_add_i32 = emitted(types.int32, [_w], lambda e, x: _halve(e, x, lambda a, b: a + b))
+reduce_max = emitted(_f, [_v], lambda e, x: e.halve(x, e.max))
+reduce_min = emitted(_f, [_v], lambda e, x: e.halve(x, e.min))
+reduce_add = emitted(_f, [_v], lambda e, x: e.halve(x, lambda a, b: a + b))
+reduce_add_i32 = emitted(types.int32, [_w], lambda e, x: e.halve(x, lambda a, b: a + b))
 
 # scalars at addresses
 get_i64 = emitted(_i, [_i], lambda e, a: e.load(I64, a))

@@ -126,13 +126,13 @@ class _Builder:
         ops.add(ew.embed(embedding, self.x.ctypes.data, d.embed_scale))
         tail = 0
         for layer in range(d.num_layers):
-            ops.fine = layer < d.num_layers / FINE_SHARE
+            ops.care = 2 if layer < d.num_layers / FINE_SHARE else 0
             shape = self._shape(layer, self.kind)
             self._queries_keys_values(layer, shape)
             tail = len(ops.ops)
             self._attention(layer, shape)
             self._feed_forward(layer)
-        ops.fine = False
+        ops.care = 0
         body, ops.ops = ops.ops, []
         ops.mode = HEAD_MODES.get(ops.mode, ops.mode)
         head_x, logits = aligned((HEAD_ROWS, d.hidden)), aligned((HEAD_ROWS, -(-d.vocab // 16) * 16))
@@ -175,7 +175,7 @@ class _Builder:
         else:
             self.ops.add(*att.attention(shape, self.q, self.mixed.ctypes.data, MAX_ROWS))
         matrix, back = self._back(f"{p}attn_output")
-        self.ops.linear(self.mixed, matrix, **back)
+        self.ops.linear(self.mixed, matrix, care=1, **back)
         self._normed_back(f"{p}post_attention_norm.weight")
 
     def _shape(self, layer: int, kind: str, *, is_residual: bool = False) -> AttentionShape:
@@ -195,9 +195,7 @@ class _Builder:
         if w.has(f"{p}attn_q.bias"):
             bias = w.vector(*(f"{p}attn_{n}.bias" for n in "qkv"), rows=rows)
         matrix = w.matrix(*(f"{p}attn_{n}.weight" for n in "qkv"), rows=rows)
-        self.ops.linear(
-            self.x, matrix, self.qkv, norm=w.vector(f"{p}attn_norm.weight"), eps=d.eps, bias=bias, fine=True
-        )
+        self.ops.linear(self.x, matrix, self.qkv, norm=w.vector(f"{p}attn_norm.weight"), eps=d.eps, bias=bias, care=2)
         norms = [w.vector(f"{p}attn_{n}_norm.weight") if w.has(f"{p}attn_{n}_norm.weight") else None for n in "qk"]
         source = self.qkv.ctypes.data
         written = shape.newest or shape
