@@ -19,12 +19,16 @@ def transform_width(dim: int) -> int:
     return dim & -dim
 
 
+_ONE = ("contract",)  # one operation where the CPU has it: the product is exact
+
+
 def _within(e: Emit, x: Val) -> Val:
     """The transform of a vector's 16 lanes, unscaled: lanes i and i ^ distance become their sum and difference."""
     for distance in (1, 2, 4, 8):
         partner = ir.Constant(VI32, [lane ^ distance for lane in range(LANES)])
         sign = [ir.Constant(F32, -1.0 if lane & distance else 1.0) for lane in range(LANES)]
-        x = Val(e, e.b.shuffle_vector(x.v, x.v, partner)) + x * Val(e, ir.Constant(VF32, sign))
+        signed = e.b.fmul(x.v, ir.Constant(VF32, sign), flags=_ONE)
+        x = Val(e, e.b.fadd(e.b.shuffle_vector(x.v, x.v, partner), signed, flags=_ONE))
     return x
 
 

@@ -31,6 +31,14 @@ def load_query(query, d, size):  # type: ignore[no-untyped-def]
 
 
 @inline
+def get_query(query, channel, size):  # type: ignore[no-untyped-def]
+    """As `load_query`, one channel."""
+    if size == 4:
+        return simd.get_f32(query + 4 * channel)
+    return simd.as_f32(np.int64(simd.get_u16(query + 2 * channel)) << 16)
+
+
+@inline
 def write_errors(key, word, levels, dim, errors):  # type: ignore[no-untyped-def]
     """errors[dim] = key − what its levels say, in levels."""
     scale = as_scale(word, ZERO_BITS)
@@ -73,38 +81,45 @@ def write_slope(queries, stride, count, size, dim, errors, slope, price):  # typ
 
 @inline
 def best_move(slope, price, dim, gains):  # type: ignore[no-untyped-def]
-    """The channel where moving by one lessens most; −1 where none does. A NaN is no gain."""
+    """The first channel where moving by one lessens most; −1 where none does. A NaN is no gain."""
     two, least = simd.splat(np.float32(2)), simd.splat(np.float32(0))
     for d in range(0, dim, 16):
         steep = simd.mul(simd.absolute(simd.load_f32(slope + 4 * d)), two)
         gain = simd.sub(simd.load_f32(price + 4 * d), steep)
         simd.store_f32(gains + 4 * d, gain)
         least = simd.minimum(least, gain)
-    best = simd.reduce_min(least)
+    best, channel = simd.reduce_min(least), np.int64(-1)
     if best < np.float32(0):
-        for d in range(dim):
-            if simd.get_f32(gains + 4 * d) == best:
-                return np.int64(d)
-    return np.int64(-1)
+        for d in range(dim - 16, -1, -16):  # all of them: to stop at the right one costs more than it saves
+            lane = simd.first_equal(simd.load_f32(gains + 4 * d), best)
+            channel = d + lane if lane < 16 else channel
+    return channel
 
 
 @inline
-def follow_move(queries, stride, count, size, dim, channel, step, slope):  # type: ignore[no-untyped-def]
-    """The slope's part by scores, once the level of `channel` has moved by `step`."""
-    for j in range(count):
-        query = queries + j * stride
-        if size == 4:
-            at = simd.get_f32(query + 4 * channel)
-        else:
-            at = simd.as_f32(np.int64(simd.get_u16(query + 2 * channel)) << 16)
-        moved = simd.splat(-step * at)
-        for d in range(0, dim, 16):
-            simd.store_f32(slope + 4 * d, simd.fma(load_query(query, d, size), moved, simd.load_f32(slope + 4 * d)))
+def follow_move(queries, stride, count, size, dim, channel, step, weight, slope):  # type: ignore[no-untyped-def]
+    """The slope once the level of `channel` has moved by `step`."""
+    own = simd.splat(-step * weight)
+    for d in range(0, dim, 16):
+        at = simd.load_f32(slope + 4 * d)
+        at = simd.at_lane(channel - d, simd.add(at, own), at)
+        for j in range(count):
+            query = queries + j * stride
+            at = simd.fma(load_query(query, d, size), simd.splat(-step * get_query(query, channel, size)), at)
+        simd.store_f32(slope + 4 * d, at)
+
+
+def work_bytes(dim: int) -> int:
+    """What `round_for_queries` works with, at a multiple of 64. Plain enough for Numba."""
+    return 16 * dim
+
+
+round_bytes = inline(work_bytes)
 
 
 @inline
 def round_for_queries(key, word, levels, queries, stride, count, size, dim, work):  # type: ignore[no-untyped-def]
-    """Move some of levels[dim] of the float32[dim] at `key`. `word`: their scale and zero; `work`: 16 · dim bytes.
+    """Move some of levels[dim] of the float32[dim] at `key`. `word`: their scale and zero; `work`: `work_bytes`.
 
     `queries`: `count` of them, `stride` bytes apart, in numbers of `size` bytes.
     """
@@ -116,11 +131,10 @@ def round_for_queries(key, word, levels, queries, stride, count, size, dim, work
         if channel < 0:
             break
         steep = simd.get_f32(slope + 4 * channel)
-        step = np.int64(1) if steep > np.float32(0) else np.int64(-1)
+        step = np.int64(steep > np.float32(0)) * 2 - 1  # no branch: it would be guessed wrong half the time
         level = np.int64(simd.get_u8(levels + channel)) + step
         if level < 0 or level > 255:
             simd.put_f32(price + 4 * channel, NEVER)
             continue
         simd.put_u8(levels + channel, np.uint8(level))
-        simd.put_f32(slope + 4 * channel, steep - np.float32(step) * weight)
-        follow_move(queries, stride, count, size, dim, channel, np.float32(step), slope)
+        follow_move(queries, stride, count, size, dim, channel, np.float32(step), weight, slope)

@@ -39,13 +39,13 @@ from kvledger.kernels.kv_pages import (
     write_value_word,
     write_values,
 )
-from kvledger.kernels.kv_round import round_for_queries
+from kvledger.kernels.kv_round import round_bytes, round_for_queries, work_bytes
 from kvledger.kernels.matmul import SCRATCH, SCRATCH_BYTES, num_rows
 from kvledger.kernels.simd import float_bits
 from kvledger.kernels.team import next_item
 
 Q_SIZE = query_size(2)
-KIND, Q_KIND, IS_SPREAD = BF16, FP32 if Q_SIZE == 4 else BF16, 0
+KIND, Q_KIND = BF16, FP32 if Q_SIZE == 4 else BF16
 ONE = np.float32(1)
 
 
@@ -146,70 +146,90 @@ def tile_begin(row, rows, positions, segment_of, tile):  # type: ignore[no-untyp
     return min(row, rows)
 
 
-def _turn_queries(  # type: ignore[no-untyped-def]
-    source, width, count, heads, ratio, q, q_bytes, apart, work, dim, rope_dim, angles, norm, eps, scale, spread
-):
-    """Queries of `count` rows `width` bytes apart → elements at q, a KV head's `apart` bytes after the last's."""
+def _write_floats(  # type: ignore[no-untyped-def]
+    source, width, count, heads, ratio, q, q_bytes, apart, page, head_bytes, within, block, work, dim, rope_dim, angles,
+    scale, q_norm, k_norm, eps, spread,
+):  # fmt: skip
+    """Rows of one tile, `width` bytes apart: queries → elements at q, a KV head's `apart` bytes after the last's; keys
+    and values → the tile's place in `page`, of types whose elements are those of single numbers.
+    """
+    in_registers = rope_dim == dim and dim % 32 == 0
     for row in range(count):
         head, at = source + row * width, angles + row * rope_dim * 4
         for h in range(heads):
             to = q + h * apart + row * ratio * q_bytes
-            if IS_SPREAD == 0 and rope_dim == dim and dim % 32 == 0:
-                turn_heads(Q_KIND, ratio, head, dim * 4, to, q_bytes, work, dim, at, np.int64(0), norm, eps, scale)
+            if in_registers:
+                turn_heads(
+                    Q_KIND, ratio, head, dim * 4, to, q_bytes, work, dim, at, np.int64(0), q_norm, eps, scale
+                )  # fmt: skip
             else:
                 for j in range(ratio):
-                    turn_head(head + j * dim * 4, work, dim, rope_dim, at, norm, eps, scale)
-                    if IS_SPREAD == 1:
-                        transform(work, dim, spread)
+                    turn_head(head + j * dim * 4, work, dim, rope_dim, at, q_norm, eps, scale)
                     to_floats(Q_KIND, work, to + j * q_bytes, dim)
             head += ratio * dim * 4
-
-
-def _write_head_keys(  # type: ignore[no-untyped-def]
-    source, width, count, to, within, block, work, dim, rope_dim, angles, norm, eps, spread, q, q_bytes, ratio
-):
-    """Keys of a KV head, of `count` rows, into its page at `to`. `q`: its queries' elements, which int8 reads."""
     size, elements = dim * element_bytes(KIND), work + dim * 4
-    if IS_SPREAD == 0 and rope_dim == dim and dim % 32 == 0:
-        turn_heads(KIND, count, source, width, elements, size, work, dim, angles, dim * 4, norm, eps, ONE)
-    else:
-        for i in range(count):
-            key = elements + i * size
-            turn_head(source + i * width, work, dim, rope_dim, angles + i * rope_dim * 4, norm, eps, ONE)
-            if IS_SPREAD == 1:
-                transform(work, dim, spread)
-            if KIND == INT8:
-                word, own, room = to_int8(work, key, dim, ZERO_BITS), q + i * ratio * q_bytes, elements + 16 * size
-                round_for_queries(work, word, key, own, q_bytes, ratio, Q_SIZE, dim, room)
-                write_key_word(word, to, within + i, block, dim)
-            else:
-                to_floats(KIND, work, key, dim)
-    write_keys(KIND, elements, size, count, to, within, block, dim)
-
-
-def _write_head_values(source, width, count, to, within, block, work, dim, spread):  # type: ignore[no-untyped-def]
-    """As `_write_head_keys`, of values."""
-    if KIND == BF16:
-        write_bf16_values(source, width, count, to, within, block, dim)
-        return
-    size, elements = dim * element_bytes(KIND), work + dim * 4
-    for i in range(count):
-        value, mine = source + i * width, elements + i * size
-        if IS_SPREAD == 1:
-            copy_head(value, work, dim)
-            transform(work, dim, spread)
-            value = work
-        if KIND == INT8:
-            write_value_word(to_int8(value, mine, dim, ZERO_BITS), to, within + i, block, dim)
+    for h in range(heads):
+        to, key = page + h * head_bytes, source + (heads * ratio + h) * dim * 4
+        if in_registers:
+            turn_heads(KIND, count, key, width, elements, size, work, dim, angles, dim * 4, k_norm, eps, ONE)
         else:
-            to_floats(KIND, value, mine, dim)
-    write_values(KIND, elements, size, count, to, within, block, dim)
+            for i in range(count):
+                turn_head(key + i * width, work, dim, rope_dim, angles + i * rope_dim * 4, k_norm, eps, ONE)
+                to_floats(KIND, work, elements + i * size, dim)
+        write_keys(KIND, elements, size, count, to, within, block, dim)
+        value = key + heads * dim * 4
+        if KIND == BF16:
+            write_bf16_values(value, width, count, to, within, block, dim)
+        else:
+            for i in range(count):
+                to_floats(KIND, value + i * width, elements + i * size, dim)
+            write_values(KIND, elements, size, count, to, within, block, dim)
 
 
-# functions bound per variant
-turn_queries: Any = None
-write_head_keys: Any = None
-write_head_values: Any = None
+def _write_spread(  # type: ignore[no-untyped-def]
+    source, width, count, heads, ratio, q, q_bytes, apart, page, head_bytes, within, block, work, dim, rope_dim, angles,
+    scale, q_norm, k_norm, eps, spread,
+):  # fmt: skip
+    """As `_write_floats`, of types whose channels are transformed.
+
+    Step by step for all heads of a row: one head alone is a chain of operations that wait. `work`: `scratch_bytes`.
+    """
+    keys = work + heads * ratio * dim * 4
+    elements = work + width  # of 16 tokens' keys, and of their values
+    room = elements + heads * 32 * dim
+    words = room + round_bytes(dim)  # behind all that vectors are read from, which begin at multiples of 64
+    for row in range(count):
+        head, at, own = source + row * width, angles + row * rope_dim * 4, q + row * ratio * q_bytes
+        for d in range(0, heads * ratio * dim, dim):
+            turn_head(head + 4 * d, work + 4 * d, dim, rope_dim, at, q_norm, eps, scale)
+        for d in range(heads * ratio * dim, heads * (ratio + 1) * dim, dim):
+            turn_head(head + 4 * d, work + 4 * d, dim, rope_dim, at, k_norm, eps, ONE)
+        copy_head(head + heads * (ratio + 1) * dim * 4, keys + heads * dim * 4, heads * dim)
+        transform(work, heads * (ratio + 2) * dim, spread)
+        for h in range(heads):
+            for j in range(ratio):
+                to_floats(Q_KIND, work + (h * ratio + j) * dim * 4, own + h * apart + j * q_bytes, dim)
+        for h in range(2 * heads):
+            x, to = keys + h * dim * 4, elements + (h * 16 + row) * dim
+            if KIND == INT8:
+                simd.put_i32(words + 4 * h, np.int32(to_int8(x, to, dim, ZERO_BITS)))
+            else:
+                to_floats(KIND, x, to, dim)
+        if KIND == INT8:
+            for h in range(heads):
+                x, key, to = keys + h * dim * 4, elements + (h * 16 + row) * dim, page + h * head_bytes
+                word, value_word = simd.get_i32(words + 4 * h), simd.get_i32(words + 4 * (heads + h))
+                round_for_queries(x, word, key, own + h * apart, q_bytes, ratio, Q_SIZE, dim, room)
+                write_key_word(word, to, within + row, block, dim)
+                write_value_word(value_word, to, within + row, block, dim)
+    for h in range(heads):
+        to, key = page + h * head_bytes, elements + h * 16 * dim
+        write_keys(KIND, key, dim, count, to, within, block, dim)
+        write_values(KIND, key + heads * 16 * dim, dim, count, to, within, block, dim)
+
+
+# bound per variant
+write_tile: Any = None
 
 
 def _rope_write(op: int, ctx: int, thread: int) -> None:
@@ -247,33 +267,21 @@ def _rope_write(op: int, ctx: int, thread: int) -> None:
             if count == 1:
                 for h in range(heads):
                     ask_for_token(KIND, page + h * head_bytes, within, block, dim)
-            source, own, at = qkv + row * width, q + row * own_bytes, angles + position * rope_dim * 4
-            turn_queries(
-                source, width, count, heads, ratio, own, padded * Q_SIZE, max_rows * own_bytes, work, dim, rope_dim, at,
-                q_norm, eps, scale, spread,
+            write_tile(
+                qkv + row * width, width, count, heads, ratio, q + row * own_bytes, padded * Q_SIZE,
+                max_rows * own_bytes, page, head_bytes, within, block, work, dim, rope_dim,
+                angles + position * rope_dim * 4, scale, q_norm, k_norm, eps, spread,
             )  # fmt: skip
-            for h in range(heads):
-                to, key = page + h * head_bytes, source + (heads * ratio + h) * dim * 4
-                write_head_keys(
-                    key, width, count, to, within, block, work, dim, rope_dim, at, k_norm, eps, spread,
-                    own + h * max_rows * own_bytes, padded * Q_SIZE, ratio,
-                )  # fmt: skip
-                write_head_values(key + heads * dim * 4, width, count, to, within, block, work, dim, spread)
             row += count
 
 
 def variant(kind: str, q_size: int) -> Kernel:
     """The kernel for pages of a type and queries whose numbers have so many bytes."""
     name = f"{kind}_{8 * q_size}"
-    bound = {
-        "KIND": KINDS[kind], "Q_KIND": FP32 if q_size == 4 else BF16, "Q_SIZE": q_size,
-        "IS_SPREAD": int(kind in SPREAD),
-    }  # fmt: skip
-    parts = {
-        part.__name__[1:]: inline(rebound(part, f"{part.__name__}_{name}", **bound))
-        for part in (_turn_queries, _write_head_keys, _write_head_values)
-    }
-    return Kernel(f"rope_write_{name}", _rope_write, **bound, **parts)
+    bound = {"KIND": KINDS[kind], "Q_KIND": FP32 if q_size == 4 else BF16, "Q_SIZE": q_size}
+    tile = _write_spread if kind in SPREAD else _write_floats
+    write_tile = inline(rebound(tile, f"{tile.__name__}_{name}", **bound))
+    return Kernel(f"rope_write_{name}", _rope_write, **bound, write_tile=write_tile)
 
 
 _SIZES = {"fp32": (4,), "int8": (1, 2)}  # of the form that attention computes with, where it is not 2
@@ -287,6 +295,11 @@ KERNELS = {
 def kernel_of(shape: AttentionShape) -> Kernel:
     """The variant for a layer."""
     return KERNELS[shape.kind, query_size(shape.size)]
+
+
+def scratch_bytes(heads: int, kv_heads: int, dim: int) -> int:
+    """Per thread: a row's heads, a tile's keys and values in bytes with a row's words, and what rounding works with."""
+    return (heads + 2 * kv_heads) * dim * 4 + kv_heads * (32 * dim + 8) + work_bytes(dim)
 
 
 def rope_write(shape: AttentionShape, qkv: int, q: np.ndarray, angles: np.ndarray, scale: float, max_rows: int,

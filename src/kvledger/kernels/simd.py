@@ -111,7 +111,23 @@ def _below(e: Emit, x: Val, count: Val, y: Val) -> Val:
     return e.select(lanes < e.splat(count), x, y)
 
 
+def _at_lane(e: Emit, lane: Val, x: Val, y: Val) -> Val:
+    """x in one lane, none where `lane` is not among them; y in the others."""
+    lanes = ir.Constant(VI32, list(range(LANES)))
+    this = e.splat(Val(e, e.b.trunc(lane.v, I32)))
+    return e.select(Val(e, e.b.icmp_signed("==", this.v, lanes)), x, y)
+
+
+def _first_equal(e: Emit, x: Val, value: Val) -> Val:
+    """The first lane of x that is `value`; 16 where none is."""
+    equal = e.b.bitcast(e.b.fcmp_ordered("==", x.v, e.splat(value).v), I16)
+    found = e.b.or_(e.b.zext(equal, I64), ir.Constant(I64, 1 << LANES))
+    return Val(e, e.b.cttz(found, ir.Constant(ir.IntType(1), 1)))
+
+
 below = emitted(_v, [_v, types.int32, _v], _below)
+at_lane = emitted(_v, [_i, _v, _v], _at_lane)
+first_equal = emitted(_i, [_v, _f], _first_equal)
 
 
 reduce_max = emitted(_f, [_v], lambda e, x: e.halve(x, e.max))

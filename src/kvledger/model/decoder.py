@@ -140,7 +140,8 @@ class _Builder:
         ops.linear(head_x, matrix, logits, norm=w.vector("output_norm.weight"), eps=d.eps)
         if d.logit_cap:
             ops.add(ew.soft_cap(logits, d.logit_cap))
-        scratch = max(w.scratch, att.scratch_bytes(d.head_dim, d.value_dim, self.size)) + 4096
+        written = kv_write.scratch_bytes(d.heads, d.kv_heads, d.head_dim)
+        scratch = max(w.scratch, att.scratch_bytes(d.head_dim, d.value_dim, self.size), written) + 4096
         keep: list[object] = [w.keep, ops.keep, self.angles]
         return Model(
             d,
