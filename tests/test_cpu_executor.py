@@ -13,6 +13,7 @@ import pytest
 from kvledger.errors import ConfigError, DamagedFile, UnsupportedModel
 from kvledger.exec.cpu import MODES, CpuExecutor
 from kvledger.kernels import gated, jit, matmul
+from kvledger.kernels.isa import ISA
 from kvledger.kernels.packed import integer_mode
 from kvledger.kernels.warmup import common_kernels
 from kvledger.model.decoder import build
@@ -72,7 +73,7 @@ def test_what_a_dense_model_runs_is_compiled_ahead(kv, block):
 
 
 @pytest.mark.skipif(integer_mode("int8", 4) != "int8", reason="this path multiplies in 15 bits only")
-def test_mixed_is_finer_for_queries_and_keys_for_the_first_eighth_of_the_layers_and_where_that_costs_little():
+def test_mixed_is_finer_for_queries_and_keys_and_the_first_eighth_of_the_layers_and_for_down_where_that_is_cheap():
     weights = decoder(layers=9, kind="Q4_1", dim=32)
     spec = model_from_gguf(weights.metadata, weights.facts)
     read = read_decoder(weights.metadata, spec, weights.tensors)
@@ -80,7 +81,7 @@ def test_mixed_is_finer_for_queries_and_keys_for_the_first_eighth_of_the_layers_
     names = {k.address: mode for kernels in (matmul.KERNELS, gated.KERNELS) for (_, _, mode), k in kernels.items()}
     modes = [names[at] for at in model.body[:, 0].tolist() if at in names]  # q k v; output; gate and up; down
     fine, cheap = integer_mode("turned", 4), "turned" if ISA.vnni else "int8"
-    assert modes == [fine] * 8 + [fine, cheap, "int8", cheap] * 7
+    assert modes == [fine] * 8 + [fine, "int8", "int8", cheap] * 7
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ class _Builder:
         else:
             self.ops.add(*att.attention(shape, self.q, self.mixed.ctypes.data, MAX_ROWS))
         matrix, back = self._back(f"{p}attn_output")
-        self.ops.linear(self.mixed, matrix, care=1, **back)
+        self.ops.linear(self.mixed, matrix, **back)
         self._normed_back(f"{p}post_attention_norm.weight")
 
     def _shape(self, layer: int, kind: str, *, is_residual: bool = False) -> AttentionShape:
