@@ -73,15 +73,17 @@ def test_what_a_dense_model_runs_is_compiled_ahead(kv, block):
 
 
 @pytest.mark.skipif(integer_mode("int8", 4) != "int8", reason="this path multiplies in 15 bits only")
-def test_mixed_is_finer_for_queries_and_keys_and_the_first_eighth_of_the_layers_and_for_down_where_that_is_cheap():
+def test_mixed_turns_queries_keys_and_down_or_takes_15_bits_for_queries_keys_and_the_first_eighth_of_the_layers():
     weights = decoder(layers=9, kind="Q4_1", dim=32)
     spec = model_from_gguf(weights.metadata, weights.facts)
     read = read_decoder(weights.metadata, spec, weights.tensors)
     model = build(read, weights.tensors, spec.kv_layout(), "mixed", 64)
     names = {k.address: mode for kernels in (matmul.KERNELS, gated.KERNELS) for (_, _, mode), k in kernels.items()}
     modes = [names[at] for at in model.body[:, 0].tolist() if at in names]  # q k v; output; gate and up; down
-    fine, cheap = integer_mode("turned", 4), "turned" if ISA.vnni else "int8"
-    assert modes == [fine] * 8 + [fine, "int8", "int8", cheap] * 7
+    if ISA.vnni:
+        assert modes == ["turned", "int8", "int8", "turned"] * 9
+    else:
+        assert modes == ["int16"] * 8 + ["int16", "int8", "int8", "int8"] * 7
 
 
 @pytest.mark.parametrize(

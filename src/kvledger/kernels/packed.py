@@ -24,6 +24,7 @@ SCALES_BYTES = 192  # of a group of 16 rows: their scales, their sums, and start
 # How activations are kept: bits of the low of two 8-bit terms, or below 0: bfloat16 as `matmul_amx` reads it, float32
 # as `matmul_f32` does, 16-bit integers, 8-bit ones turned (`turned.py`).
 TERM_BITS = {"int8": 0, "int8x2": 7, "bf16": -1, "fp32": -2, "int16": -3, "turned": FEW}
+TURNING, FIFTEEN_BITS, EITHER = 1, 2, 3  # what a product may be worth in `mixed`
 FLOAT_MODES = ("bf16", "fp32")  # of activations that are no integers and have no scales
 # Largest integer activation. 15 bits in both forms, so that they give the same numbers.
 MAX_LEVEL = {"int8": 127, "turned": 127, "int8x2": 127 * 128 + 63, "int16": 127 * 128 + 63}
@@ -41,16 +42,16 @@ def x_bytes(mode: str) -> int:
     return bytes_of_terms(TERM_BITS[mode])
 
 
-def integer_mode(mode: str, bits: int, care: int = 0) -> str:
+def integer_mode(mode: str, bits: int, worth: int = 0) -> str:
     """`int8`, `int8x2`, `turned` or `mixed` as this CPU multiplies it best by weights of `bits` bits.
 
     Without dot products of bytes (VNNI) 16-bit integers take no longer than two terms, nor than one by 8-bit weights.
-    `mixed` goes by how much a product's errors matter: `care` 2: 15 bits, or turned where that can be, 1: turned or 8
-    bits, 0: 8 bits. Only 4-bit weights can be turned, and only with VNNI that costs little.
+    `mixed` goes by what a product is `worth`: turning, where that is possible (4-bit weights, with VNNI), or else 15
+    bits; 8 bits otherwise.
     """
     turns = bits == 4 and ISA.vnni
     if mode == "mixed":
-        mode = ("int8", "turned" if turns else "int8", "turned")[care]
+        mode = "turned" if worth & (TURNING if turns else FIFTEEN_BITS) else "int8"
     if mode == "turned" and not turns:
         mode = "int8x2"
     if ISA.vnni or (mode == "int8" and bits == 4 and ISA.name == "avx2"):

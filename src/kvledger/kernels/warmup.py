@@ -26,7 +26,7 @@ def common_kernels(mode: str, kind: str) -> list[Kernel]:
         elif mode == "fp32":
             products.append(matmul_f32.KERNELS[bits, False])
         else:
-            modes = sorted({integer_mode(mode, bits, care) for care in range(3)})
+            modes = sorted({integer_mode(mode, bits, worth) for worth in range(4)})
             products += [matmul.KERNELS[bits, False, each] for each in modes]
             products += [gated.KERNELS[bits, False, each] for each in modes if bits == 4]
     if mode in FLOAT_MODES:

@@ -17,7 +17,7 @@ from kvledger.kernels import elementwise as ew
 from kvledger.kernels import kv_write
 from kvledger.kernels.kv_int4 import seal
 from kvledger.kernels.kv_pages import AttentionShape, query_size
-from kvledger.kernels.packed import PackedMatrix, aligned
+from kvledger.kernels.packed import EITHER, FIFTEEN_BITS, PackedMatrix, aligned
 from kvledger.kernels.team import empty_program
 from kvledger.model.experts import Experts, add_experts
 from kvledger.model.latent import Latent, LatentBuffers, add_latent_attention, add_latent_write
@@ -27,7 +27,7 @@ from kvledger.model.rope import Rope
 from kvledger.spec.kv import KVLayout
 from kvledger.spec.kv_computed import kind_of
 
-FINE_SHARE = 8  # of the layers the first eighth is computed as finely as queries and keys: all others hear its errors
+FINE_SHARE = 8  # of the layers the first eighth is worth 15 bits: all others hear its errors
 HEAD_ROWS = 64  # rows of logits computed at once
 # The head sees one row per sequence, prompts or not: few rows are read faster as integers, and more exactly.
 HEAD_MODES = {"bf16": "int8x2"}
@@ -126,13 +126,13 @@ class _Builder:
         ops.add(ew.embed(embedding, self.x.ctypes.data, d.embed_scale))
         tail = 0
         for layer in range(d.num_layers):
-            ops.care = 2 if layer < d.num_layers / FINE_SHARE else 0
+            ops.worth = FIFTEEN_BITS if layer < d.num_layers / FINE_SHARE else 0
             shape = self._shape(layer, self.kind)
             self._queries_keys_values(layer, shape)
             tail = len(ops.ops)
             self._attention(layer, shape)
             self._feed_forward(layer)
-        ops.care = 0
+        ops.worth = 0
         body, ops.ops = ops.ops, []
         ops.mode = HEAD_MODES.get(ops.mode, ops.mode)
         head_x, logits = aligned((HEAD_ROWS, d.hidden)), aligned((HEAD_ROWS, -(-d.vocab // 16) * 16))
@@ -196,7 +196,9 @@ class _Builder:
         if w.has(f"{p}attn_q.bias"):
             bias = w.vector(*(f"{p}attn_{n}.bias" for n in "qkv"), rows=rows)
         matrix = w.matrix(*(f"{p}attn_{n}.weight" for n in "qkv"), rows=rows)
-        self.ops.linear(self.x, matrix, self.qkv, norm=w.vector(f"{p}attn_norm.weight"), eps=d.eps, bias=bias, care=2)
+        self.ops.linear(
+            self.x, matrix, self.qkv, norm=w.vector(f"{p}attn_norm.weight"), eps=d.eps, bias=bias, worth=EITHER
+        )
         norms = [w.vector(f"{p}attn_{n}_norm.weight") if w.has(f"{p}attn_{n}_norm.weight") else None for n in "qk"]
         source = self.qkv.ctypes.data
         written = shape.newest or shape

@@ -11,7 +11,7 @@ import numpy as np
 from kvledger.kernels import attention as att
 from kvledger.kernels.kv_pages import AttentionShape
 from kvledger.kernels.latent import latent_write
-from kvledger.kernels.packed import PackedMatrix
+from kvledger.kernels.packed import EITHER, PackedMatrix
 from kvledger.model.linear import MAX_ROWS, Array, Ops, Weights
 from kvledger.model.packing import Part, halves_from_pairs, pack_matrices
 
@@ -52,12 +52,12 @@ def add_latent_write(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, shape: A
     """q = the layer's queries of RMSNorm(x), absorbed; latent and rope key go to the pool. `p`: names' beginning."""
     norm = w.vector(f"{p}attn_norm.weight")
     order = np.concatenate([np.arange(m.dim), m.dim + halves_from_pairs(1, m.rope)])
-    ops.linear(x, w.matrix(f"{p}attn_kv_a_mqa.weight", rows=[order]), b.kv, norm=norm, eps=eps, care=2)
+    ops.linear(x, w.matrix(f"{p}attn_kv_a_mqa.weight", rows=[order]), b.kv, norm=norm, eps=eps, worth=EITHER)
     _queries(ops, w, m, b, shape.heads, p, x, norm, eps)
     width = m.nope + m.rope
     for head, key in enumerate(_per_head(w, f"{p}attn_k_b.weight", shape.heads)):
         into = b.absorbed[:, head * m.dim : (head + 1) * m.dim]
-        ops.linear(b.queries[:, head * width : head * width + m.nope], key, into, care=2)
+        ops.linear(b.queries[:, head * width : head * width + m.nope], key, into, worth=EITHER)
     c_norm = w.vector(f"{p}attn_kv_a_norm.weight")
     ops.add(latent_write(shape, b.kv, b.queries, b.absorbed, q, angles, scale, c_norm, eps))
 
@@ -68,7 +68,7 @@ def add_latent_attention(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, shap
     ops.add(*att.attention(shape, q, b.gathered.ctypes.data, MAX_ROWS))
     for head, value in enumerate(_per_head(w, f"{p}attn_v_b.weight", shape.heads)):
         into = mixed[:, head * m.value : (head + 1) * m.value]
-        ops.linear(b.gathered[:, head * m.dim : (head + 1) * m.dim], value, into, care=2)
+        ops.linear(b.gathered[:, head * m.dim : (head + 1) * m.dim], value, into, worth=EITHER)
 
 
 def _queries(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, heads: int, p: str, x: Array, norm: Array,
@@ -78,11 +78,11 @@ def _queries(ops: Ops, w: Weights, m: Latent, b: LatentBuffers, heads: int, p: s
     within = np.concatenate([np.arange(m.nope), m.nope + halves_from_pairs(1, m.rope)])
     order = (np.arange(heads)[:, None] * width + within).reshape(-1)
     if not m.query_rank:
-        ops.linear(x, w.matrix(f"{p}attn_q.weight", rows=[order]), b.queries, norm=norm, eps=eps, care=2)
+        ops.linear(x, w.matrix(f"{p}attn_q.weight", rows=[order]), b.queries, norm=norm, eps=eps, worth=EITHER)
         return
-    ops.linear(x, w.matrix(f"{p}attn_q_a.weight"), b.low, norm=norm, eps=eps, care=2)
+    ops.linear(x, w.matrix(f"{p}attn_q_a.weight"), b.low, norm=norm, eps=eps, worth=EITHER)
     low_norm = w.vector(f"{p}attn_q_a_norm.weight")
-    ops.linear(b.low, w.matrix(f"{p}attn_q_b.weight", rows=[order]), b.queries, norm=low_norm, eps=eps, care=2)
+    ops.linear(b.low, w.matrix(f"{p}attn_q_b.weight", rows=[order]), b.queries, norm=low_norm, eps=eps, worth=EITHER)
 
 
 def _per_head(w: Weights, name: str, heads: int) -> list[PackedMatrix]:

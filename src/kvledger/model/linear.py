@@ -80,11 +80,11 @@ class Weights:
 class Ops:
     """A program being written. `mode` is how activations are kept for products (`packed.TERM_BITS`).
 
-    `care`: the least of every product that is added (`integer_mode`).
+    `worth`: what every product that is added is worth at least (`packed.integer_mode`).
     """
 
     def __init__(self, weights: Weights, mode: str) -> None:
-        self.weights, self.mode, self.care = weights, mode, 0
+        self.weights, self.mode, self.worth = weights, mode, 0
         weights.exact = mode == "fp32"
         self.ops: list[list[int]] = []
         self.keep: list[object] = []
@@ -100,11 +100,11 @@ class Ops:
         self.keep.append(buffer)
         return buffer
 
-    def mode_for(self, matrix: pk.PackedMatrix, care: int = 0) -> str:
+    def mode_for(self, matrix: pk.PackedMatrix, worth: int = 0) -> str:
         """Unpacked weights have no integers to multiply: they need floating point on either side."""
         if self.mode in pk.FLOAT_MODES:
             return "fp32" if matrix.bits == 32 else self.mode
-        return "fp32" if matrix.bits >= 16 else pk.integer_mode(self.mode, matrix.bits, max(care, self.care))
+        return "fp32" if matrix.bits >= 16 else pk.integer_mode(self.mode, matrix.bits, worth | self.worth)
 
     def activations(self, width: int, mode: str, *, second: bool = False) -> pk.Activations:
         """The buffer for activations of this size: one for all ops, since they run one after the other.
@@ -125,15 +125,15 @@ class Ops:
         return self._zeros[size]
 
     def linear(self, source: Array, matrix: pk.PackedMatrix, target: Array, *, norm: Array | None = None,
-               eps: float = 0.0, bias: Array | None = None, add: bool = False, care: int = 0,
+               eps: float = 0.0, bias: Array | None = None, add: bool = False, worth: int = 0,
                **rows: Any) -> None:  # fmt: skip
         """target (+)= W · f(source) + bias, f being RMSNorm or nothing.
 
-        `care`: how much its errors matter (see `integer_mode`). `rows`: `index` and `share` (see
-        `elementwise.quantise`) and `count`, the address of the number of rows.
+        `worth`: see `packed.integer_mode`. `rows`: `index` and `share` (see `elementwise.quantise`) and `count`, the
+        address of the number of rows.
         """
         _check_fit(source, matrix, target)
-        mode = self.mode_for(matrix, care)
+        mode = self.mode_for(matrix, worth)
         x = self._quantised(source, matrix, mode, norm, eps, rows)
         self._multiplied(self.product(x, matrix, target, mode, bias, add=add), matrix, rows)
 
@@ -146,7 +146,7 @@ class Ops:
         """
         _check_fit(source, matrix, inner)
         _check_fit(inner, down, target, gated=True)
-        mode, out_mode = self.mode_for(matrix), self.mode_for(down, care=1)
+        mode, out_mode = self.mode_for(matrix), self.mode_for(down, pk.TURNING)
         if matrix.num_tiles * pk.TILE < 2 * down.cols:
             raise DamagedFile(f"gate and up have {matrix.rows} outputs, and down takes {down.cols} of each")
         x = self._quantised(source, matrix, mode, norm, eps, rows)
