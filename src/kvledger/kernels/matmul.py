@@ -24,6 +24,7 @@ from kvledger.kernels.matmul_loops import (
     terms_loop,
     turn_loop,
     turned_loop,
+    turning_loop,
     unpack_loop,
 )
 from kvledger.kernels.packed import (
@@ -66,6 +67,7 @@ rows1: Any = None
 unpack: Any = None
 from_packed: Any = None
 from_panel: Any = None
+turning: Any = None
 multiply_tile: Any = None
 STRIDE = 0  # bytes of a tile's group
 CHUNK = 0  # groups unpacked to a panel
@@ -110,9 +112,12 @@ def _by_panels(x, xs, w, bias, y, ldy, rows, groups, shift, add, panel):  # type
 
 
 def _turned(x, xs, w, bias, y, ldy, rows, groups, shift, add, panel):  # type: ignore[no-untyped-def]
-    """As `_by_panels`; the first 16 rows ask for the weights that are turned next."""
+    """As `_by_panels`; the first 16 rows ask for the weights that are turned next. A single loop needs no panel."""
     if rows < MANY_ROWS:
         from_packed(x, xs, w, bias, y, ldy, rows, 0, groups, groups, shift, add)
+        return
+    if rows == 8:
+        turning(x, xs, w, bias, y, ldy, groups, panel, add)
         return
     for first in range(0, groups, CHUNK):
         count = min(CHUNK, groups - first)
@@ -159,6 +164,7 @@ def _tile(name: str, bits: int, wide: bool, mode: str) -> Any:
         packed = _rows_of(name, size, lambda rows: terms_loop(bits, wide, 2, rows), 8)
         panel = _rows_of(f"panel_{name}", bytes_of_terms(MANY), lambda rows: turned_loop(wide, rows), 8)
         bound = {"from_packed": packed, "from_panel": panel, "unpack": turn_loop(wide)}
+        bound["turning"] = turning_loop(wide, 8)
         return _paneled(_turned, name, stride, TURNED_BYTES, bound | {"ROW_BYTES": bytes_of_terms(MANY)})
     if ISA.vnni:
         packed = _rows_of(name, size, lambda rows: terms_loop(bits, wide, 1 if mode == "int8" else 2, rows), 8)

@@ -15,7 +15,7 @@ from numba.core import types
 from kvledger.kernels.emit import F32, I16, I32, VF32, VI32, Emit, Val, vec
 from kvledger.kernels.packed import GROUP, SCALES_BYTES, TILE, bytes_of_terms, group_bytes, x_bytes
 from kvledger.kernels.simd import emitted
-from kvledger.kernels.turned import MANY, turned_weights
+from kvledger.kernels.turned import MANY, turning
 
 PREFETCH_BYTES = 2048  # how far ahead weights are asked for: the hardware stops at every 4 KiB
 PARTS = 4  # of a group, of 8 inputs each
@@ -237,6 +237,15 @@ def panel_loop(is_pairs: bool, rows: int) -> Any:
 TURNED_BYTES = TILE * GROUP + 2 * TILE * 4  # of a tile's group: bytes, then scales and minima in float32
 
 
+def _turned_to(e: Emit, group: Val, to: Val) -> Iterator[None]:
+    """A tile's group of 4-bit weights, turned, stored at `to`; yields as `turning` does."""
+    turned: list[Val] = []
+    yield from turning(e, (u for _, u in weight_quads(e, 4, group)), turned)
+    for quad, u in enumerate(turned):
+        e.store(u, to, quad * 64)
+        yield
+
+
 def turn_loop(wide: bool) -> Any:
     """Turn the 4-bit weights of `groups` groups of a tile to a panel (`turned.py`)."""
     size, weights, scales = group_bytes(4, wide), TILE * GROUP // 2, scale_loader(wide)
@@ -245,8 +254,8 @@ def turn_loop(wide: bool) -> Any:
         with e.loop(groups) as g:
             group, to = w + g * size, panel + g * TURNED_BYTES
             _prefetch_group(e, group, size)
-            for quad, u in enumerate(turned_weights(e, [u for _, u in weight_quads(e, 4, group)])):
-                e.store(u, to, quad * 64)
+            for _ in _turned_to(e, group, to):
+                pass
             for i, at in enumerate((weights, (size + weights) // 2)):
                 e.store(scales(e, group, at), to, TILE * GROUP + i * 64)
 
@@ -273,6 +282,42 @@ def turned_loop(wide: bool, rows: int) -> Any:
             d, m = (e.load(VF32, group, TILE * GROUP + i * 64) for i in range(2))
             for r in range(rows):
                 _scaled(e, sums[r][0], dots[r], d, m, scales, r)
+        store_sums(e, sums, y, ldy)
+
+    return emitted(types.void, [types.int64] * 9, emit)
+
+
+def turning_loop(wide: bool, rows: int) -> Any:
+    """As `turned_loop` from packed weights: a group's are turned, to a place in `buffer`, between the dot products of
+    the group before.
+    """
+    size, row_bytes, weights = group_bytes(4, wide), bytes_of_terms(MANY), TILE * GROUP // 2
+    scales, each = scale_loader(wide), TILE * GROUP
+
+    def emit(e: Emit, x: Val, xs: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, buffer: Val,
+             origin: Val) -> None:  # fmt: skip
+        sums = start_sums(e, rows, bias, y, ldy, origin)
+        for _ in _turned_to(e, w, buffer):
+            pass
+        with e.loop(groups) as g:
+            group, xg = w + g * size, xs + g * SCALES_BYTES
+            _prefetch_group(e, group, size)
+            here, there = buffer + (g & 1) * each, buffer + ((g + 1) & 1) * each
+            is_last = Val(e, e.b.icmp_signed("==", (g + 1).v, groups.v))
+            steps = _turned_to(e, e.select(is_last, group, group + size), there)
+            dots = [e.load_splat(I32, xg, 128 + r * 4) for r in range(rows)]
+            for quad in range(8):
+                u = e.load(VI32, here, quad * 64)
+                for r in range(rows):
+                    at = x + (g * (16 * row_bytes) + r * row_bytes)
+                    dots[r] = e.dot_u8s8(dots[r], u, e.load_splat(I32, at, quad * 4))
+                    if r % 2:
+                        next(steps, None)
+            for _ in steps:
+                pass
+            d, m = scales(e, group, weights), scales(e, group, (size + weights) // 2)
+            for r in range(rows):
+                _scaled(e, sums[r][0], dots[r], d, m, xg, r)
         store_sums(e, sums, y, ldy)
 
     return emitted(types.void, [types.int64] * 9, emit)

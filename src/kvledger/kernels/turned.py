@@ -13,6 +13,7 @@ taken away before (`starts`). Knows how one group is turned; rows, tiles and mem
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -59,16 +60,20 @@ def _where_sums(e: Emit, yes: Val, no: Val) -> Val:
     return e.select(Val(e, ir.Constant(vec(I1), [int(i in _SUMS) for i in range(LANES)])), yes, no)
 
 
-def turned_weights(e: Emit, quads: list[Val]) -> list[Val]:
-    """H q of a tile's group as bytes, as `matmul_loops.weight_quads` gives q: eight quads of 16 outputs × 4 inputs."""
-    v = [_with_partner(e, e.bitcast(quad, _BYTES), DISTANCES[0]) for quad in quads]
+def turning(e: Emit, quads: Iterable[Val], v: list[Val]) -> Iterator[None]:
+    """H q of a tile's group as bytes, in v, from q as `matmul_loops.weight_quads` gives it: eight quads of 16 outputs ×
+    4 inputs. Yields after every few instructions, so that others can stand between them.
+    """
+    for quad in quads:
+        v.append(_with_partner(e, e.bitcast(quad, _BYTES), DISTANCES[0]))
+        yield
     v[0] = v[0] + OFFSET_BYTE  # what is added to the first quad comes out in all …
     for distance in (1, 2, 4):
         for i in (i for i in range(8) if i & distance == 0):
             v[i], v[i + distance] = v[i] + v[i + distance], v[i] - v[i + distance]
+            yield
     at_sums = ir.Constant(_BYTES, [OFFSET_BYTE if i % 4 in _SUMS else 0 for i in range(64)])
     v[0] = v[0] + Val(e, at_sums)  # … but the sums need none: twice 128 is nothing
-    return [e.bitcast(x, VI32) for x in v]
 
 
 def form_of(shift: int, rows: int) -> Any:
