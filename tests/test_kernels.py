@@ -121,9 +121,21 @@ def test_product_is_the_reference_and_rows_do_not_matter(team, bits, wide, mode)
     expected = rounded(x, pk.integer_mode(mode, bits) if mode in INTEGER else mode) @ w.T
     tolerance = 4e-3 if mode == "bf16" else 2e-6  # bf16: the weights are rounded, too
     assert np.abs(every - expected).max() <= tolerance * np.abs(expected).max()
-    for rows in (1, 2, 3, 5, 8, 16, 17, 33):
+    for rows in (1, 2, 3, 5, 6, 8, 9, 16, 17, 33):
         assert np.array_equal(product(team, x[:rows], packed, mode), every[:rows]), rows
     assert np.array_equal(product(team, x[20:21], packed, mode), every[20:21])
+
+
+@pytest.mark.parametrize("mode", INTEGER)
+def test_a_product_of_more_groups_than_a_panel_holds(team, mode):
+    packed, w = random_matrix(40, 32 * 53, 4, False)
+    x = RNG.standard_normal((21, 32 * 53)).astype(np.float32)
+    start = RNG.standard_normal((32, 48)).astype(np.float32)
+    every = product(team, x, packed, mode, into=start.copy())
+    expected = start[:21, :40] + rounded(x, pk.integer_mode(mode, 4)).astype(np.float64) @ w.T
+    assert np.abs(every - expected).max() <= 53 * 2**-24 * np.abs(expected).max()  # a rounding per group
+    for rows in (1, 7, 8, 16):
+        assert np.array_equal(product(team, x[:rows], packed, mode, into=start.copy()), every[:rows]), rows
 
 
 @pytest.mark.parametrize(("bits", "mode"), [(16, "fp32"), (32, "fp32"), *([(16, "bf16")] if isa.ISA.amx else [])])
