@@ -116,7 +116,7 @@ def _turned(x, xs, w, bias, y, ldy, rows, groups, shift, add, panel):  # type: i
     if rows < MANY_ROWS:
         from_packed(x, xs, w, bias, y, ldy, rows, 0, groups, groups, shift, add)
         return
-    if rows == 8:
+    if rows == MOST:
         turning(x, xs, w, bias, y, ldy, groups, panel, add)
         return
     for first in range(0, groups, CHUNK):
@@ -164,7 +164,7 @@ def _tile(name: str, bits: int, wide: bool, mode: str) -> Any:
         packed = _rows_of(name, size, lambda rows: terms_loop(bits, wide, 2, rows), 8)
         panel = _rows_of(f"panel_{name}", bytes_of_terms(MANY), lambda rows: turned_loop(wide, rows), 8)
         bound = {"from_packed": packed, "from_panel": panel, "unpack": turn_loop(wide)}
-        bound["turning"] = turning_loop(wide, 8)
+        bound["turning"] = turning_loop(wide, MOST)
         return _paneled(_turned, name, stride, TURNED_BYTES, bound | {"ROW_BYTES": bytes_of_terms(MANY)})
     if ISA.vnni:
         packed = _rows_of(name, size, lambda rows: terms_loop(bits, wide, 1 if mode == "int8" else 2, rows), 8)

@@ -1,14 +1,14 @@
 """Turned activations: 8 bits after a Hadamard matrix within each group, multiplied exactly by 4-bit weights.
 
-x ≈ s / 16 · H a, where a = round(H x / s) are bytes and H turns 16 of a group's 32 channels with each other, twice: an
-outlier is spread over sixteen levels instead of making one scale too coarse for its neighbours (QuaRot,
+x ≈ s · H a, where a = round(H x / 16 s) are bytes and H turns a group's 16 even channels with each other, and its odd
+ones: an outlier is spread over sixteen levels instead of making one scale too coarse for its neighbours (QuaRot,
 arXiv:2404.00456, does so for whole rows). Since H is symmetric, Σ q · H a = Σ H q · a, in integers: few rows bring
 L = H a (12 bits, two terms) to the packed weights q; for many rows the weights of a tile are turned once, into bytes,
 and a is one term. Both give the same integers, hence the same bits.
 
-The sixteen are the even or the odd pairs of bytes of eight quads: channels whose numbers differ in bits 1 … 4. Sums of
-16 levels of 4 bits are 0 … 240, differences −120 … 120; 128 is added to the latter, and Σ a of their places times 128
-taken away before (`starts`). Knows how one group is turned; rows, tiles and memory are the products' (`matmul.py`).
+A sum of 16 levels of 4 bits is 0 … 240, what else H makes of them −120 … 120: 128 is added to the latter, and 128 times
+the Σ a of their places taken away beforehand (`start`). Knows how one group is turned; rows, tiles and memory are the
+products' (`matmul.py`).
 """
 
 from __future__ import annotations
