@@ -259,6 +259,17 @@ class Emit:
         """y where x is not a number."""
         return self.select(x < y, x, y)
 
+    def with_partner(self, x: Val, distance: int) -> Val:
+        """Elements i and i ^ distance become their sum and their difference: a step of a Hadamard transform."""
+        kind = x.v.type
+        partner = self.shuffle(x, x, [i ^ distance for i in range(kind.count)])
+        is_second = [int(i & distance != 0) for i in range(kind.count)]
+        if not x.is_float:
+            return self.select(Val(self, ir.Constant(vec(I1, kind.count), is_second)), partner - x, partner + x)
+        sign = ir.Constant(kind, [-1.0 if second else 1.0 for second in is_second])
+        one = ("contract",)  # one operation where the CPU has it: the product is exact
+        return Val(self, self.b.fadd(partner.v, self.b.fmul(x.v, sign, flags=one), flags=one))
+
     def halve(self, x: Val, join: Callable[[Val, Val], Val]) -> Val:
         """Reduce by halves: lanes i and i + 8, then 4, 2, 1: one fixed tree on every CPU."""
         width = LANES

@@ -7,10 +7,9 @@ KV quantisation is QuaRot's (arXiv:2404.00456). Knows no pages and no types.
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
 
 from kvledger.kernels import simd
-from kvledger.kernels.emit import F32, LANES, VF32, VI32, Emit, Val
+from kvledger.kernels.emit import Emit, Val
 from kvledger.kernels.jit import inline
 
 
@@ -19,16 +18,10 @@ def transform_width(dim: int) -> int:
     return dim & -dim
 
 
-_ONE = ("contract",)  # one operation where the CPU has it: the product is exact
-
-
 def _within(e: Emit, x: Val) -> Val:
-    """The transform of a vector's 16 lanes, unscaled: lanes i and i ^ distance become their sum and difference."""
+    """The transform of a vector's 16 lanes, unscaled."""
     for distance in (1, 2, 4, 8):
-        partner = ir.Constant(VI32, [lane ^ distance for lane in range(LANES)])
-        sign = [ir.Constant(F32, -1.0 if lane & distance else 1.0) for lane in range(LANES)]
-        signed = e.b.fmul(x.v, ir.Constant(VF32, sign), flags=_ONE)
-        x = Val(e, e.b.fadd(e.b.shuffle_vector(x.v, x.v, partner), signed, flags=_ONE))
+        x = e.with_partner(x, distance)
     return x
 
 

@@ -262,9 +262,24 @@ def turn_loop(wide: bool) -> Any:
     return emitted(types.void, [types.int64] * 3, emit)
 
 
+def _turned_dots(e: Emit, rows: int, x: Val, scales: Val, weights: Val, steps: Iterator[None] = iter(())) -> list[Val]:
+    """A group's dot products from turned weights; `steps` are taken between them, what is left of them after."""
+    row_bytes = bytes_of_terms(MANY)
+    dots = [e.load_splat(I32, scales, 128 + r * 4) for r in range(rows)]
+    for quad in range(8):
+        u = e.load(VI32, weights, quad * 64)
+        for r in range(rows):
+            dots[r] = e.dot_u8s8(dots[r], u, e.load_splat(I32, x, r * row_bytes + quad * 4))
+            if r % 2:
+                next(steps, None)
+    for _ in steps:
+        pass
+    return dots
+
+
 def turned_loop(wide: bool, rows: int) -> Any:
     """As `terms_loop` of one term, from a panel of turned weights; asks for as many packed ones at `ahead`."""
-    size, row_bytes = group_bytes(4, wide), bytes_of_terms(MANY)
+    size, block = group_bytes(4, wide), 16 * bytes_of_terms(MANY)
 
     def emit(e: Emit, x: Val, xs: Val, panel: Val, bias: Val, y: Val, ldy: Val, groups: Val, ahead: Val,
              origin: Val) -> None:  # fmt: skip
@@ -273,12 +288,7 @@ def turned_loop(wide: bool, rows: int) -> Any:
             group, scales = panel + g * TURNED_BYTES, xs + g * SCALES_BYTES
             for line in range(0, size, 64):
                 e.prefetch(ahead + g * size, line, 2)
-            dots = [e.load_splat(I32, scales, 128 + r * 4) for r in range(rows)]
-            for quad in range(8):
-                u = e.load(VI32, group, quad * 64)
-                for r in range(rows):
-                    at = x + (g * (16 * row_bytes) + r * row_bytes)
-                    dots[r] = e.dot_u8s8(dots[r], u, e.load_splat(I32, at, quad * 4))
+            dots = _turned_dots(e, rows, x + g * block, scales, group)
             d, m = (e.load(VF32, group, TILE * GROUP + i * 64) for i in range(2))
             for r in range(rows):
                 _scaled(e, sums[r][0], dots[r], d, m, scales, r)
@@ -291,7 +301,7 @@ def turning_loop(wide: bool, rows: int) -> Any:
     """As `turned_loop` from packed weights: a group's are turned, to a place in `buffer`, between the dot products of
     the group before.
     """
-    size, row_bytes, weights = group_bytes(4, wide), bytes_of_terms(MANY), TILE * GROUP // 2
+    size, block, weights = group_bytes(4, wide), 16 * bytes_of_terms(MANY), TILE * GROUP // 2
     scales, each = scale_loader(wide), TILE * GROUP
 
     def emit(e: Emit, x: Val, xs: Val, w: Val, bias: Val, y: Val, ldy: Val, groups: Val, buffer: Val,
@@ -305,16 +315,7 @@ def turning_loop(wide: bool, rows: int) -> Any:
             here, there = buffer + (g & 1) * each, buffer + ((g + 1) & 1) * each
             is_last = Val(e, e.b.icmp_signed("==", (g + 1).v, groups.v))
             steps = _turned_to(e, e.select(is_last, group, group + size), there)
-            dots = [e.load_splat(I32, xg, 128 + r * 4) for r in range(rows)]
-            for quad in range(8):
-                u = e.load(VI32, here, quad * 64)
-                for r in range(rows):
-                    at = x + (g * (16 * row_bytes) + r * row_bytes)
-                    dots[r] = e.dot_u8s8(dots[r], u, e.load_splat(I32, at, quad * 4))
-                    if r % 2:
-                        next(steps, None)
-            for _ in steps:
-                pass
+            dots = _turned_dots(e, rows, x + g * block, xg, here, steps)
             d, m = scales(e, group, weights), scales(e, group, (size + weights) // 2)
             for r in range(rows):
                 _scaled(e, sums[r][0], dots[r], d, m, xg, r)

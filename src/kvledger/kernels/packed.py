@@ -24,7 +24,8 @@ SCALES_BYTES = 192  # of a group of 16 rows: their scales, their sums, and start
 # How activations are kept: bits of the low of two 8-bit terms, or below 0: bfloat16 as `matmul_amx` reads it, float32
 # as `matmul_f32` does, 16-bit integers, 8-bit ones turned (`turned.py`).
 TERM_BITS = {"int8": 0, "int8x2": 7, "bf16": -1, "fp32": -2, "int16": -3, "turned": FEW}
-TURNING, FIFTEEN_BITS, EITHER = 1, 2, 3  # what a product may be worth in `mixed`
+TURNING, FIFTEEN_BITS = 1, 2  # what a product may be worth in `mixed`
+EITHER = TURNING | FIFTEEN_BITS
 FLOAT_MODES = ("bf16", "fp32")  # of activations that are no integers and have no scales
 # Largest integer activation. 15 bits in both forms, so that they give the same numbers.
 MAX_LEVEL = {"int8": 127, "turned": 127, "int8x2": 127 * 128 + 63, "int16": 127 * 128 + 63}

@@ -182,5 +182,5 @@ def quantise_groups(x, out, row, group, work):  # type: ignore[no-untyped-def]
     _quantise_sixteen(x, GROUP_BYTES, values + (at * 16 + row % 16) * size, 16 * size, kept, shift, level)
     scales += at * SCALES_BYTES + row % 16 * 4
     for i in range(SIXTEEN):
-        for each in range(0, 192 if shift == MANY else 128, 64):
+        for each in range(0, SCALES_BYTES if shift == MANY else SCALES_BYTES - 64, 64):
             simd.put_f32(scales + i * SCALES_BYTES + each, simd.get_f32(kept + each + 4 * i))

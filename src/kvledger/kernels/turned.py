@@ -30,19 +30,11 @@ _SUMS = (0, 1)  # places of the two sums of sixteen among a group's 32
 _BYTES = vec(I8, 64)
 
 
-def _with_partner(e: Emit, x: Val, distance: int) -> Val:
-    """Elements i and i ^ distance become their sum and their difference."""
-    kind = x.v.type
-    partner = e.shuffle(x, x, [i ^ distance for i in range(kind.count)])
-    is_second = Val(e, ir.Constant(vec(I1, kind.count), [int(i & distance != 0) for i in range(kind.count)]))
-    return e.select(is_second, partner - x, partner + x)
-
-
 def turn(e: Emit, x: Val, y: Val) -> list[Val]:
     """H of a group's 32 channels, unscaled; float32 or int32, 16 in each of x and y. Its square is 16."""
     turned = [x + y, x - y]
     for distance in DISTANCES:
-        turned = [_with_partner(e, v, distance) for v in turned]
+        turned = [e.with_partner(v, distance) for v in turned]
     return turned
 
 
@@ -65,7 +57,7 @@ def turning(e: Emit, quads: Iterable[Val], v: list[Val]) -> Iterator[None]:
     4 inputs. Yields after every few instructions, so that others can stand between them.
     """
     for quad in quads:
-        v.append(_with_partner(e, e.bitcast(quad, _BYTES), DISTANCES[0]))
+        v.append(e.with_partner(e.bitcast(quad, _BYTES), DISTANCES[0]))
         yield
     v[0] = v[0] + OFFSET_BYTE  # what is added to the first quad comes out in all …
     for distance in (1, 2, 4):

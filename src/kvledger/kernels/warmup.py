@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvledger.kernels import attention, elementwise, gated, kv_int4, kv_write, matmul, matmul_amx, matmul_f32
 from kvledger.kernels.jit import Kernel
 from kvledger.kernels.kv_pages import AttentionShape
-from kvledger.kernels.packed import FLOAT_MODES, integer_mode
+from kvledger.kernels.packed import FIFTEEN_BITS, FLOAT_MODES, TURNING, integer_mode
 from kvledger.kernels.team import Team
 
 
@@ -26,9 +26,10 @@ def common_kernels(mode: str, kind: str) -> list[Kernel]:
         elif mode == "fp32":
             products.append(matmul_f32.KERNELS[bits, False])
         else:
-            modes = sorted({integer_mode(mode, bits, worth) for worth in range(4)})
-            products += [matmul.KERNELS[bits, False, each] for each in modes]
-            products += [gated.KERNELS[bits, False, each] for each in modes if bits == 4]
+            modes = {worth: integer_mode(mode, bits, worth) for worth in (0, TURNING, FIFTEEN_BITS)}
+            products += [matmul.KERNELS[bits, False, each] for each in sorted({*modes.values()})]
+            gates = {modes[0], modes[FIFTEEN_BITS]} if bits == 4 else ()  # gate and up are not worth turning
+            products += [gated.KERNELS[bits, False, each] for each in sorted(gates)]
     if mode in FLOAT_MODES:
         products.append(elementwise.GATE_QUANTISE)
     others = [elementwise.EMBED, elementwise.NORM_QUANTISE]
